@@ -1,0 +1,1 @@
+"""Number formats of DeepSeek-V4 checkpoints: descriptors, codes, decoding, repacking."""

@@ -1,0 +1,320 @@
+"""Decide everything about a conversion before a byte is written.
+
+A `Plan` holds one `Step` per output tensor, in the shards and at the offsets where it will lie, so every
+total is known from headers alone. `convert` carries a plan out and decides nothing. The digest names the
+decisions and the source's headers; the resume key adds the identity of the source files on this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from dsv4convert.checkpoint import Checkpoint, TensorInfo
+from dsv4convert.errors import Refused, errors_of, finding
+from dsv4convert.formats.spec import PACKING, ROUNDING, Shape, nbytes
+from dsv4convert.names import Layout, Unit
+from dsv4convert.survey import Survey, survey
+from dsv4convert.table import Storage
+from dsv4convert.writer import WRITER_VERSION, encode_header, in_data_order
+
+
+class Op(str, Enum):
+    """What is done to make an output tensor; scales of dequantized weights make none."""
+
+    KEEP = "keep"
+    DEQUANTIZE_BF16 = "dequantize-bf16"
+    REPACK_INT8_SHIFT = "repack-int8-shift"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One output tensor.
+
+    Attributes:
+        name: Tensor name in the output.
+        op: What makes it.
+        dtype: safetensors dtype.
+        shape: Stored shape.
+        start: First byte, counted from the start of the output file.
+        end: One past the last byte.
+        role: What the model uses it for.
+        sources: Source tensors: itself, or weight then scale.
+        block: FP8 block of a dequantized weight; (1, 32) otherwise.
+    """
+
+    name: str
+    op: Op
+    dtype: str
+    shape: Shape
+    start: int
+    end: int
+    role: str
+    sources: tuple[TensorInfo, ...]
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One output shard: its name, its exact header bytes, its steps in data order."""
+
+    name: str
+    header: bytes
+    steps: tuple[Step, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of tensor data."""
+        return self.file_bytes - len(self.header)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return self.steps[-1].end if self.steps else len(self.header)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTotal:
+    """Tensors and bytes of one role, before and after."""
+
+    tensors_in: int
+    bytes_in: int
+    tensors_out: int
+    bytes_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided about one conversion. See `plan`."""
+
+    release: str | None
+    title: str
+    source_layout: Layout
+    layout: Layout
+    revision: str | None
+    shards: tuple[ShardPlan, ...]
+    roles: Mapping[str, RoleTotal]
+    side_files: tuple[str, ...]
+    side_bytes: int
+    source_headers: Mapping[str, str]
+    source_bytes: int
+    digest: str
+    resume_key: str
+
+    @property
+    def tensors(self) -> int:
+        """Number of output tensors."""
+        return sum(len(s.steps) for s in self.shards)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of tensor data, the `total_size` of the index."""
+        return sum(s.data_bytes for s in self.shards)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all shard files."""
+        return sum(s.file_bytes for s in self.shards)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of routed expert matrices, however many tensors store each."""
+        codes = (".weight", ".weight_codes")
+        return sum(s.role == "routed expert" and s.name.endswith(codes) for p in self.shards for s in p.steps)
+
+    @property
+    def mtp_tensors(self) -> int:
+        """Number of output tensors of the draft layers."""
+        return sum(s.name.startswith("mtp.") for p in self.shards for s in p.steps)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Room the output needs: shards, side files, and an allowance for index and manifest."""
+        return self.file_bytes + self.side_bytes + 512 * self.tensors + (1 << 20)
+
+    def as_dict(self, *, steps: bool = False) -> dict[str, Any]:
+        """Return the JSON form; `steps` adds one object per output tensor."""
+        result: dict[str, Any] = {
+            "release": self.release,
+            "title": self.title,
+            "source_layout": self.source_layout.value,
+            "layout": self.layout.value,
+            "packing": PACKING if self.layout is Layout.INT8 else None,
+            "rounding": ROUNDING if self.layout is Layout.INT8 else None,
+            "writer_version": WRITER_VERSION,
+            "digest": self.digest,
+            "shards": len(self.shards),
+            "tensors": self.tensors,
+            "data_bytes": self.data_bytes,
+            "file_bytes": self.file_bytes,
+            "disk_bytes": self.disk_bytes,
+            "expert_weights": self.expert_weights,
+            "mtp_tensors": self.mtp_tensors,
+            "source": {"revision": self.revision, "file_bytes": self.source_bytes, "headers": dict(self.source_headers)},
+            "roles": {role: _fields(total) for role, total in self.roles.items()},
+            "side_files": list(self.side_files),
+        }
+        if steps:
+            result["steps"] = [_step_dict(s, p.name) for p in self.shards for s in p.steps]
+        return result
+
+
+def _fields(total: RoleTotal) -> dict[str, int]:
+    return {name: getattr(total, name) for name in RoleTotal.__slots__}
+
+
+def _step_dict(step: Step, shard: str) -> dict[str, Any]:
+    return {
+        "name": step.name,
+        "op": step.op.value,
+        "dtype": step.dtype,
+        "shape": list(step.shape),
+        "shard": shard,
+        "offsets": [step.start, step.end],
+        "sources": [s.name for s in step.sources],
+    }
+
+
+def plan(source: Checkpoint | Survey, layout: Layout | str = Layout.INT8) -> Plan:
+    """Plan the conversion of a checkpoint.
+
+    Args:
+        source: An official checkpoint or an ``mxfp4`` output.
+        layout: ``int8`` or ``mxfp4``: what becomes of the routed experts.
+
+    Returns:
+        The plan; the same source headers and layout give the same digest on every machine.
+
+    Raises:
+        Refused: the source has errors; all of them are reported together.
+    """
+    seen = source if isinstance(source, Survey) else survey(source)
+    target = Layout(layout)
+    faults = list(errors_of(seen.findings))
+    if target is Layout.OFFICIAL:
+        raise ValueError("a plan makes `int8` or `mxfp4`, never the official layout")
+    if seen.layout is Layout.INT8:
+        problem = "the source stores its experts as INT8_SHIFT already"
+        faults.append(finding("src.converted", seen.checkpoint.root.name, problem))
+    if faults or seen.layout is None:
+        raise Refused(faults)
+    return _build(seen, seen.layout, target)
+
+
+def _build(seen: Survey, source_layout: Layout, target: Layout) -> Plan:
+    checkpoint = seen.checkpoint
+    headers = {name: shard.header_sha256 for name, shard in sorted(checkpoint.shards.items())}
+    metadata = shard_metadata(target, headers)
+    by_shard: dict[str, list[tuple[str, str, Shape, Unit, tuple[TensorInfo, ...]]]] = {n: [] for n in headers}
+    for unit in seen.units:
+        stored_in = [checkpoint.tensors[name] for name in unit.stored(source_layout)]
+        for name, dtype, shape, sources in _outputs(unit, stored_in, target):
+            by_shard[stored_in[0].shard].append((name, dtype, shape, unit, sources))
+    shards = tuple(_plan_shard(name, rows, metadata) for name, rows in by_shard.items())
+    digest = _digest(seen, source_layout, target, headers, shards)
+    return Plan(
+        release=seen.release.key if seen.release else None,
+        title=seen.title,
+        source_layout=source_layout,
+        layout=target,
+        revision=checkpoint.revision,
+        shards=shards,
+        roles=_role_totals(seen.units, source_layout, target),
+        side_files=checkpoint.side_files,
+        side_bytes=sum((checkpoint.root / f).stat().st_size for f in checkpoint.side_files),
+        source_headers=headers,
+        source_bytes=sum(s.size for s in checkpoint.shards.values()),
+        digest=digest,
+        resume_key=_resume_key(digest, checkpoint),
+    )
+
+
+Output = tuple[str, str, Shape, tuple[TensorInfo, ...]]
+
+
+def _outputs(unit: Unit, stored_in: list[TensorInfo], target: Layout) -> Iterable[Output]:
+    storage = unit.row.storage
+    pair = tuple(stored_in)
+    if storage is Storage.EXPERT_MXFP4 and target is Layout.INT8:
+        return [(name, dtype, shape, pair) for name, (dtype, shape) in unit.stored(target).items()]
+    if storage is Storage.DENSE_FP8 and len(pair) == 2:
+        return [(f"{unit.base}.weight", "BF16", unit.shape, pair)]
+    # Kept tensors keep their stored dtype: packed codes may be I8, U8 or F4 in the source.
+    return [(t.name, t.dtype, t.shape, (t,)) for t in pair]
+
+
+def _op(unit: Unit, sources: tuple[TensorInfo, ...]) -> Op:
+    if len(sources) == 1:
+        return Op.KEEP
+    return Op.DEQUANTIZE_BF16 if unit.row.storage is Storage.DENSE_FP8 else Op.REPACK_INT8_SHIFT
+
+
+def _plan_shard(
+    name: str, rows: list[tuple[str, str, Shape, Unit, tuple[TensorInfo, ...]]], metadata: Mapping[str, str]
+) -> ShardPlan:
+    by_name = {row[0]: row for row in rows}
+    entries = in_data_order((row[0], row[1], row[2]) for row in rows)
+    header = encode_header(entries, metadata)
+    position = len(header)
+    steps = []
+    for tensor, dtype, shape in entries:
+        _, _, _, unit, sources = by_name[tensor]
+        end = position + nbytes(dtype, shape)
+        role = unit.row.role.value
+        steps.append(Step(tensor, _op(unit, sources), dtype, shape, position, end, role, sources, unit.block))
+        position = end
+    return ShardPlan(name, header, tuple(steps))
+
+
+def shard_metadata(layout: Layout, source_headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the `__metadata__` of every output shard: the same on every machine, no time stamps."""
+    source = hashlib.sha256()
+    for name, digest in sorted(source_headers.items()):
+        source.update(f"{name} {digest}\n".encode())
+    metadata = {
+        "dsv4convert.layout": layout.value,
+        "dsv4convert.source": source.hexdigest(),
+        "dsv4convert.writer": WRITER_VERSION,
+        # Loaders of the torch family refuse or skip shards without it.
+        "format": "pt",
+    }
+    if layout is Layout.INT8:
+        metadata |= {"dsv4convert.packing": PACKING, "dsv4convert.rounding": ROUNDING}
+    return dict(sorted(metadata.items()))
+
+
+def _role_totals(units: Iterable[Unit], source: Layout, target: Layout) -> dict[str, RoleTotal]:
+    totals: dict[str, list[int]] = {}
+    for unit in units:
+        row = totals.setdefault(unit.row.role.value, [0, 0, 0, 0])
+        for at, layout in ((0, source), (2, target)):
+            stored = unit.stored(layout).values()
+            row[at] += len(stored)
+            row[at + 1] += sum(nbytes(dtype, shape) for dtype, shape in stored)
+    return {role: RoleTotal(*row) for role, row in totals.items()}
+
+
+def _digest(
+    seen: Survey, source: Layout, target: Layout, headers: Mapping[str, str], shards: Iterable[ShardPlan]
+) -> str:
+    decisions = {
+        "release": seen.release.key if seen.release else None,
+        "layouts": [source.value, target.value],
+        "packing": PACKING,
+        "rounding": ROUNDING,
+        "writer": WRITER_VERSION,
+        "source": [[n, seen.checkpoint.shards[n].size, h] for n, h in headers.items()],
+        "shards": [[s.name, s.file_bytes, hashlib.sha256(s.header).hexdigest()] for s in shards],
+    }
+    return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()
+
+
+def _resume_key(digest: str, checkpoint: Checkpoint) -> str:
+    """Return the digest joined with what tells an edited source file from the one planned for."""
+    files = sorted(checkpoint.shards.values(), key=lambda s: s.name)
+    identity = [[s.name, s.size, s.mtime_ns, s.inode] for s in files]
+    return hashlib.sha256(json.dumps([digest, identity]).encode()).hexdigest()

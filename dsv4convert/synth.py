@@ -1,0 +1,329 @@
+"""Synthetic checkpoints of any release: for tests, demos, benchmarks and rehearsals.
+
+Three scales. ``tiny`` has every kind of tensor of a release in a few megabytes. ``slice`` has the true
+shapes and value statistics of a release in fewer layers and experts. ``full`` has the true names, shapes, shards
+and file sizes, as sparse files of zeros that take no room. Names, dtypes, shapes and shards come from the
+same table that judges real checkpoints, so a synthetic one is structurally indistinguishable.
+
+Value statistics follow real 0731 weights: E8M0 bytes of experts 120..122 with a row span of 1 or 2, of
+dense weights 115..117; router biases near 8.7; all sixteen E2M1 codes, negative zero among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4convert import releases
+from dsv4convert.errors import Refused, finding
+from dsv4convert.formats.spec import Shape, nbytes
+from dsv4convert.geometry import Geometry, read_geometry
+from dsv4convert.names import (
+    Layout,
+    Unit,
+    expected_units,
+    official_shard,
+    official_shard_count,
+)
+from dsv4convert.table import Role, Storage
+from dsv4convert.writer import encode_header, in_data_order
+
+Bytes = NDArray[np.uint8]
+
+_STRIP = 8 << 20
+_POOL = 1 << 20
+
+#: Small numbers with which every branch of the table is still taken. FP8 sides are whole blocks.
+_TINY = {
+    "hidden_size": 256,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "head_dim": 128,
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "o_groups": 2,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 4,
+    "index_topk": 8,
+    "sliding_window": 16,
+}
+#: Sides that end in partial 128-blocks, partial 128-groups and partial 32-blocks of V4.1.
+_RAGGED = {
+    "hidden_size": 288,
+    "vocab_size": 500,
+    "q_lora_rank": 144,
+    "o_lora_rank": 72,
+    "moe_intermediate_size": 96,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to make.
+
+    Attributes:
+        release: Key of `releases.RELEASES`.
+        scale: ``tiny``, ``slice`` or ``full``.
+        layers: Trunk layers; 0 for the default of the scale.
+        experts: Routed experts; 0 for the default of the scale.
+        ragged: Tiny only: sides that are no multiple of any block.
+        seed: Values depend on the seed and the tensor name alone.
+    """
+
+    release: str
+    scale: str
+    layers: int = 0
+    experts: int = 0
+    ragged: bool = False
+    seed: int = 0
+
+
+def synthesize(target: Path, recipe: Recipe, progress: Callable[[int], None] | None = None) -> int:
+    """Write a synthetic checkpoint.
+
+    Args:
+        target: Directory to create; must not exist or be empty.
+        recipe: What to make.
+        progress: Called with the number of bytes after each strip.
+
+    Returns:
+        Bytes of all shard files.
+
+    Raises:
+        Refused: `target` is not empty.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise Refused(finding("dst.not-empty", target.name, "the directory for the synthetic checkpoint is in use"))
+    config = make_config(recipe)
+    geometry, faults = read_geometry(config)
+    if geometry is None:
+        raise Refused(faults)
+    target.mkdir(parents=True, exist_ok=True)
+    total = 0
+    weight_map: dict[str, str] = {}
+    size = 0
+    for name, units in _shards(geometry):
+        entries, by_name = _entries(units)
+        header = encode_header(entries)
+        data = sum(nbytes(dtype, shape) for _, dtype, shape in entries)
+        with open(target / name, "wb") as file:
+            file.write(header)
+            if recipe.scale != "full":
+                for tensor, _, shape in entries:
+                    for strip in _values(tensor, shape, by_name[tensor], recipe, geometry):
+                        file.write(strip)
+                        if progress:
+                            progress(len(strip))
+            file.truncate(len(header) + data)
+        weight_map |= {tensor: name for tensor, _, _ in entries}
+        size += data
+        total += len(header) + data
+    _write_small_files(target, config, weight_map, size)
+    return total
+
+
+def make_config(recipe: Recipe) -> dict[str, Any]:
+    """Return the `config.json` of a synthetic checkpoint, with the release's own keys in their order."""
+    config = releases.config(recipe.release)
+    if recipe.scale == "full":
+        return config
+    text = config.get("text_config", config)
+    layers = recipe.layers or (5 if recipe.scale == "tiny" else 4)
+    _shorten(text, layers)
+    if recipe.scale == "tiny":
+        text |= {k: v for k, v in _TINY.items() if k in text}
+        text |= _RAGGED if recipe.ragged else {}
+        _shrink_extras(config, text)
+    if recipe.experts or recipe.scale == "slice":
+        text["n_routed_experts"] = recipe.experts or 16
+        if "dspark_n_routed_experts" in text:
+            text["dspark_n_routed_experts"] = text["n_routed_experts"]
+    return config
+
+
+def _shorten(text: dict[str, Any], layers: int) -> None:
+    """Cut the trunk to its first layers, and everything that names layers with it."""
+    stages = len(text["compress_ratios"]) - text["num_hidden_layers"]
+    text["num_hidden_layers"] = layers
+    text["compress_ratios"] = text["compress_ratios"][:layers] + [0] * stages
+    if "num_hash_layers" in text:
+        text["num_hash_layers"] = min(2, layers)
+    if "dspark_target_layer_ids" in text:
+        text["dspark_target_layer_ids"] = list(range(layers))[-stages:]
+    if "kv_source_layer_ids" in text:
+        # One source with a gate (ratio 2), one without (ratio 1), one layer that only has an indexer.
+        text["compress_ratios"] = [0, 0, 2, 1, *[1] * (layers - 4), *[0] * stages][: layers + stages]
+        text["kv_source_layer_ids"] = [2, 3][: max(0, layers - 2)]
+        text["index_source_layer_ids"] = [2, 3, 4][: max(0, layers - 2)]
+        text["candidate_source_layer_id"] = 3
+    if "engram_layer_ids" in text:
+        text["engram_layer_ids"] = [1, layers - 1]
+        text["engram_num_embeddings"] = [1009, 1013]
+
+
+def _shrink_extras(config: dict[str, Any], text: dict[str, Any]) -> None:
+    vision = config.get("vision_config", config)
+    small = {"layers": 2, "dim": 64, "inter": 96, "heads": 4}
+    flat = {"layers": "vision_n_layers", "dim": "vision_dim", "inter": "vision_inter_dim", "heads": "vision_n_heads"}
+    nested = {
+        "layers": "num_hidden_layers",
+        "dim": "hidden_size",
+        "inter": "intermediate_size",
+        "heads": "num_attention_heads",
+    }
+    for name, key in (nested if "vision_config" in config else flat).items():
+        if key in vision:
+            vision[key] = small[name]
+    if "dspark_markov_rank" in text:
+        text |= {"dspark_markov_rank": 32, "dspark_noise_token_id": text["vocab_size"] - 1}
+    if "dspark_n_routed_experts" in text:
+        text["dspark_n_routed_experts"] = 4
+
+
+def _shards(geometry: Geometry) -> Iterator[tuple[str, list[Unit]]]:
+    count = official_shard_count(geometry)
+    members: dict[int, list[Unit]] = {number: [] for number in range(1, count + 1)}
+    for unit in expected_units(geometry):
+        members[official_shard(geometry, unit)].append(unit)
+    for number, units in members.items():
+        yield f"model-{number:05d}-of-{count:05d}.safetensors", units
+
+
+def _entries(units: list[Unit]) -> tuple[list[tuple[str, str, Shape]], dict[str, Unit]]:
+    by_name = {name: unit for unit in units for name in unit.stored(Layout.OFFICIAL)}
+    stored = [(n, *unit.stored(Layout.OFFICIAL)[n]) for n, unit in by_name.items()]
+    return in_data_order(stored), by_name
+
+
+def _write_small_files(target: Path, config: dict[str, Any], weight_map: dict[str, str], size: int) -> None:
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    vocab = config.get("text_config", config)["vocab_size"]
+    # Ids beyond the printable ones are placeholders, as in the official file.
+    words = {f"<|id_{i}|>" if i > 255 else f"<0x{i:02X}>": i for i in range(min(vocab, 4096))}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": words, "unk_token": "<0x00>"}}
+    files: dict[str, Any] = {
+        "config.json": config,
+        "model.safetensors.index.json": index,
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1048576},
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True},
+        "inference/config.json": {"synthetic": True},
+        "encoding/README.md": "A synthetic checkpoint has no prompt encoder.\n",
+        "README.md": "Made by `dsv4convert synth`; the weights are random.\n",
+        "LICENSE": "Random numbers; do with them what you like.\n",
+    }
+    for name, content in files.items():
+        path = target / name
+        path.parent.mkdir(exist_ok=True)
+        text = content if isinstance(content, str) else json.dumps(content, indent=2)
+        path.write_text(text, encoding="utf-8")
+
+
+def _values(name: str, shape: Shape, unit: Unit, recipe: Recipe, g: Geometry) -> Iterator[Bytes]:
+    """Yield the bytes of one tensor in strips."""
+    rng = np.random.Generator(np.random.PCG64([recipe.seed, zlib.crc32(name.encode())]))
+    storage = unit.row.storage
+    if storage is not Storage.PLAIN and name.endswith(".scale"):
+        yield _scale_bytes(rng, shape, storage, recipe.scale == "tiny")
+        return
+    if storage is Storage.EXPERT_MXFP4:
+        yield from _from_pool(rng, _e2m1_pool(), nbytes("I8", shape))
+        return
+    if storage is not Storage.PLAIN:
+        yield from _from_pool(rng, _e4m3_pool(), nbytes("F8_E4M3", shape))
+        return
+    if name.endswith(".tid2eid"):
+        yield _as_bytes(np.argsort(rng.random((shape[0], g.experts)), axis=1)[:, : shape[1]].astype("<i8"))
+        return
+    yield from _float_values(rng, shape, unit)
+
+
+def _from_pool(rng: np.random.Generator, pool: Bytes, size: int) -> Iterator[Bytes]:
+    # A random rotation of a fixed pool: fast, and no two tensors are alike.
+    while size > 0:
+        strip = np.roll(pool, -32 * int(rng.integers(len(pool) // 32)))[: min(size, _STRIP)]
+        yield strip
+        size -= len(strip)
+
+
+@cache
+def _e2m1_pool() -> Bytes:
+    """Packed E2M1 codes of Gaussian blocks of 32, each divided by the power of two at or above amax / 6."""
+    rng = np.random.Generator(np.random.PCG64(2))
+    x = rng.standard_normal((2 * _POOL // 32, 32)).astype(np.float32)
+    scale = np.exp2(np.ceil(np.log2(np.abs(x).max(axis=1, keepdims=True) / 6)))
+    magnitude = np.searchsorted([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.abs(x / scale)).astype(np.uint8)
+    codes = (magnitude | (np.signbit(x) << 3).astype(np.uint8)).reshape(-1)
+    packed: Bytes = codes[0::2] | codes[1::2] << 4
+    return packed
+
+
+@cache
+def _e4m3_pool() -> Bytes:
+    """E4M3 codes of Gaussian values whose largest are near 448."""
+    rng = np.random.Generator(np.random.PCG64(3))
+    x = rng.standard_normal(_POOL).astype(np.float32) * 100
+    codes = np.arange(127, dtype=np.float64)
+    exponent = codes // 8
+    table = np.where(exponent == 0, codes * 2.0**-9, (1 + codes % 8 / 8) * np.exp2(exponent - 7))
+    magnitude = np.searchsorted((table[:-1] + table[1:]) / 2, np.abs(x)).astype(np.uint8)
+    result: Bytes = magnitude | (np.signbit(x) << 7).astype(np.uint8)
+    return result
+
+
+def _scale_bytes(rng: np.random.Generator, shape: Shape, storage: Storage, tiny: bool) -> Bytes:
+    if storage is Storage.EXPERT_MXFP4:
+        scales = np.full(shape, 121, np.uint8)
+        draw = rng.random(shape, dtype=np.float32)
+        scales -= draw < 0.3167
+        scales += draw > 0.999
+        if tiny:
+            # A few rows wide enough that the INT8 repack has to round.
+            wide = rng.random(shape[0]) < 0.05
+            scales[wide] -= rng.integers(0, 9, (int(wide.sum()), shape[1]), dtype=np.uint8)
+        return _as_bytes(scales)
+    low, high = (112, 121) if tiny else (115, 118)
+    return _as_bytes(rng.integers(low, high, shape, dtype=np.uint8))
+
+
+def _float_values(rng: np.random.Generator, shape: Shape, unit: Unit) -> Iterator[Bytes]:
+    center, width = _statistics(unit)
+    rows, cols = shape[0], int(np.prod(shape[1:], dtype=np.int64))
+    step = max(1, _STRIP // (4 * cols))
+    for row in range(0, rows, step):
+        x = rng.standard_normal((min(step, rows - row), cols), dtype=np.float32) * np.float32(width) + np.float32(center)
+        if unit.row.dtype == "BF16":
+            yield _as_bytes((x.view(np.uint32) >> 16).astype("<u2"))
+        else:
+            yield _as_bytes(x.astype("<f4"))
+
+
+def _statistics(unit: Unit) -> tuple[float, float]:
+    """Return (mean, standard deviation) of a plain tensor."""
+    if unit.row.role is Role.NORM or unit.base.endswith("norm.weight"):
+        return 1.0, 0.1
+    if unit.base.endswith((".bias", ".bias_vl")) and unit.row.role is Role.ROUTER:
+        return 8.7, 0.1
+    if unit.row.role is Role.HYPER_CONNECTION:
+        return 0.0, 0.02 if unit.base.endswith("_fn") else 0.5
+    return 0.0, 0.02 if unit.row.dtype == "BF16" else 0.2
+
+
+def _as_bytes(array: NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def disk_usage(directory: Path) -> int:
+    """Return the bytes that the files of a directory really occupy."""
+    return sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file() and os.access(p, os.R_OK))

@@ -1,0 +1,154 @@
+"""Shards on their way to disk: header bytes, data order, temporary sibling, fsync, rename.
+
+What is written is the stock safetensors file: compact JSON, tensors ordered by dtype (widest rank first)
+and then by name, header padded with spaces to a multiple of 8, data without gaps. Nothing appears under
+its final name before every byte of it is on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from dsv4convert.errors import EnvironmentFault, finding
+from dsv4convert.formats.spec import DTYPE_BITS, Shape, nbytes
+
+#: Version of everything this module and the transforms decide about output bytes.
+WRITER_VERSION = "1"
+
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
+
+Entry = tuple[str, str, Shape]  # name, dtype, stored shape
+
+
+def in_data_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Return entries in the order in which the stock serializer stores them."""
+    return sorted(entries, key=lambda e: (-_RANK[e[1]], e[0]))
+
+
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the first bytes of a shard: length, JSON header and padding.
+
+    Args:
+        entries: Tensors in data order.
+        metadata: Content of ``__metadata__``; left out when empty or None.
+
+    Returns:
+        The 8-byte little-endian header length and the header; tensor data follows directly.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape in entries:
+        end = offset + nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_fault(error: OSError, path: Path, needed: int = 0) -> EnvironmentFault:
+    """Turn a failed write into an error that names the file and says what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        need = f"{needed:,} bytes for this file" if needed else "room for this file"
+        return EnvironmentFault(
+            finding("dst.no-space", path.name, "no space left while writing", expected=need, found=_free(path))
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return EnvironmentFault(finding("dst.not-writable", path.name, error.strerror or "not permitted"))
+    return EnvironmentFault(finding("io.write", path.name, f"writing failed: {error.strerror or error}"))
+
+
+def _free(path: Path) -> str:
+    try:
+        status = os.statvfs(path.parent)
+    except OSError:
+        return "an unknown amount"
+    return f"{status.f_bavail * status.f_frsize:,} bytes free"
+
+
+class PendingFile:
+    """A file that gets its final name only when it is complete and on disk.
+
+    Used as a context manager: leaving it normally publishes the file, leaving it by an exception removes
+    the temporary sibling. Two processes writing the same file do not disturb each other.
+
+    Args:
+        final: The name the file will have.
+        scratch: Directory for the temporary sibling, on the same file system.
+        size: Exact size in bytes, reserved up front where the file system can.
+
+    Raises:
+        EnvironmentFault: the file cannot be created or published.
+    """
+
+    def __init__(self, final: Path, scratch: Path, size: int = 0) -> None:
+        self.final = final
+        self.size = size
+        self.path = scratch / f"{final.name}.{socket.gethostname()}.{os.getpid()}.tmp"
+        self.fd = -1
+
+    def __enter__(self) -> PendingFile:
+        try:
+            # Mode 0666 lets the umask decide, unlike tempfile and safetensors, which write 0600.
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise write_fault(error, self.path) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self._publish()
+            except OSError as fault:
+                self._discard()
+                raise write_fault(fault, self.final, self.size) from fault
+            return
+        self._discard()
+        if isinstance(error, OSError):
+            raise write_fault(error, self.final, self.size) from error
+
+    def _publish(self) -> None:
+        os.fsync(self.fd)
+        os.close(self.fd)
+        self.fd = -1
+        os.replace(self.path, self.final)
+        sync_directory(self.final.parent)
+
+    def _discard(self) -> None:
+        if self.fd >= 0:
+            with suppress(OSError):
+                os.close(self.fd)
+            self.fd = -1
+        with suppress(OSError):
+            self.path.unlink()
+
+
+def write_bytes(final: Path, scratch: Path, data: bytes) -> None:
+    """Write a small file atomically.
+
+    Raises:
+        EnvironmentFault: it cannot be written.
+    """
+    with PendingFile(final, scratch, len(data)) as pending:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(pending.fd, view) :]
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename durable; file systems that cannot sync a directory are left alone."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
