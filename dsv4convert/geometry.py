@@ -171,7 +171,9 @@ def read_geometry(config: Mapping[str, Any]) -> tuple[Geometry | None, tuple[Fin
         problem = "`model_type` is none of this family"
         expected = "`deepseek_v4` or `deepseek_v41`"
         return None, (
-            finding("config.unknown-model", "config.json", problem, expected=expected, found=repr(model_type)[:80]),
+            finding(
+                "config.unknown-model", "config.json", problem, expected=expected, found=repr(model_type)[:80]
+            ),
         )
     nested = model_type == "deepseek_v41"
     text = root.section("text_config") if nested else root
@@ -246,6 +248,9 @@ def _draft(text: _Fields) -> Draft:
 
 
 def _block(root: _Fields) -> tuple[int, int]:
+    if not isinstance(root.data.get("quantization_config"), dict):
+        root.wrong("quantization_config", "a JSON object", "config.quantization")
+        return 1, 1
     quantization = root.section("quantization_config")
     block = quantization.integers("weight_block_size", low=1)
     if len(block) != 2:
@@ -281,7 +286,10 @@ def _engram(text: _Fields) -> Engram | None:
 def _contradictions(g: Geometry, text: _Fields) -> list[Finding]:
     """Return findings on fields that are well-formed one by one but do not fit together."""
     check = _Fields(text.data, text.prefix.rstrip("."))
-    limits = {"num_hidden_layers": g.layers <= 1024, "n_routed_experts": max(g.experts, g.draft.experts) <= 1 << 16}
+    limits = {
+        "num_hidden_layers": g.layers <= 1024,
+        "n_routed_experts": max(g.experts, g.draft.experts) <= 1 << 16,
+    }
     for key, fits in limits.items():
         if not fits:
             check.wrong(key, "a number a real model could have")
@@ -298,7 +306,9 @@ def _contradictions(g: Geometry, text: _Fields) -> list[Finding]:
     if g.draft.is_dspark:
         targets = g.draft.targets
         if list(targets) != sorted(set(targets)) or targets[-1] >= g.layers:
-            check.wrong("dspark_target_layer_ids", f"increasing layer numbers below {g.layers}", "config.dspark")
+            check.wrong(
+                "dspark_target_layer_ids", f"increasing layer numbers below {g.layers}", "config.dspark"
+            )
         if g.draft.noise_token >= g.vocab:
             check.wrong("dspark_noise_token_id", f"a token id below {g.vocab:,}", "config.dspark")
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):

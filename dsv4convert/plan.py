@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from dsv4convert.checkpoint import Checkpoint, TensorInfo
+from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Refused, errors_of, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING, Shape, nbytes
+from dsv4convert.header import TensorInfo
 from dsv4convert.names import Layout, Unit
 from dsv4convert.survey import Survey, survey
-from dsv4convert.table import Storage
+from dsv4convert.table import Role, Storage
 from dsv4convert.writer import WRITER_VERSION, encode_header, in_data_order
 
 
@@ -43,7 +44,8 @@ class Step:
         start: First byte, counted from the start of the output file.
         end: One past the last byte.
         role: What the model uses it for.
-        sources: Source tensors: itself, or weight then scale.
+        sources: Source tensors, the one it is made from first: weight and scale of a transformed weight,
+            the tensor itself of a kept one (and, after a kept scale, its codes).
         block: FP8 block of a dequantized weight; (1, 32) otherwise.
     """
 
@@ -53,7 +55,7 @@ class Step:
     shape: Shape
     start: int
     end: int
-    role: str
+    role: Role
     sources: tuple[TensorInfo, ...]
     block: tuple[int, int]
 
@@ -97,7 +99,7 @@ class Plan:
     layout: Layout
     revision: str | None
     shards: tuple[ShardPlan, ...]
-    roles: Mapping[str, RoleTotal]
+    roles: Mapping[Role, RoleTotal]
     side_files: tuple[str, ...]
     side_bytes: int
     source_headers: Mapping[str, str]
@@ -124,7 +126,9 @@ class Plan:
     def expert_weights(self) -> int:
         """Number of routed expert matrices, however many tensors store each."""
         codes = (".weight", ".weight_codes")
-        return sum(s.role == "routed expert" and s.name.endswith(codes) for p in self.shards for s in p.steps)
+        return sum(
+            s.role is Role.ROUTED_EXPERT and s.name.endswith(codes) for p in self.shards for s in p.steps
+        )
 
     @property
     def mtp_tensors(self) -> int:
@@ -154,8 +158,12 @@ class Plan:
             "disk_bytes": self.disk_bytes,
             "expert_weights": self.expert_weights,
             "mtp_tensors": self.mtp_tensors,
-            "source": {"revision": self.revision, "file_bytes": self.source_bytes, "headers": dict(self.source_headers)},
-            "roles": {role: _fields(total) for role, total in self.roles.items()},
+            "source": {
+                "revision": self.revision,
+                "file_bytes": self.source_bytes,
+                "headers": dict(self.source_headers),
+            },
+            "roles": {role.value: _fields(total) for role, total in self.roles.items()},
             "side_files": list(self.side_files),
         }
         if steps:
@@ -209,12 +217,13 @@ def _build(seen: Survey, source_layout: Layout, target: Layout) -> Plan:
     checkpoint = seen.checkpoint
     headers = {name: shard.header_sha256 for name, shard in sorted(checkpoint.shards.items())}
     metadata = shard_metadata(target, headers)
-    by_shard: dict[str, list[tuple[str, str, Shape, Unit, tuple[TensorInfo, ...]]]] = {n: [] for n in headers}
+    by_shard: dict[str, dict[str, tuple[Unit, Output]]] = {name: {} for name in headers}
     for unit in seen.units:
         stored_in = [checkpoint.tensors[name] for name in unit.stored(source_layout)]
-        for name, dtype, shape, sources in _outputs(unit, stored_in, target):
-            by_shard[stored_in[0].shard].append((name, dtype, shape, unit, sources))
-    shards = tuple(_plan_shard(name, rows, metadata) for name, rows in by_shard.items())
+        for output in _outputs(unit, stored_in, target):
+            # What is kept stays in its shard; what is made lies where the weight was.
+            by_shard[output[4][0].shard][output[0]] = unit, output
+    shards = tuple(_plan_shard(name, outputs, metadata) for name, outputs in by_shard.items())
     digest = _digest(seen, source_layout, target, headers, shards)
     return Plan(
         release=seen.release.key if seen.release else None,
@@ -233,39 +242,33 @@ def _build(seen: Survey, source_layout: Layout, target: Layout) -> Plan:
     )
 
 
-Output = tuple[str, str, Shape, tuple[TensorInfo, ...]]
+Output = tuple[str, Op, str, Shape, tuple[TensorInfo, ...]]
 
 
 def _outputs(unit: Unit, stored_in: list[TensorInfo], target: Layout) -> Iterable[Output]:
     storage = unit.row.storage
     pair = tuple(stored_in)
     if storage is Storage.EXPERT_MXFP4 and target is Layout.INT8:
-        return [(name, dtype, shape, pair) for name, (dtype, shape) in unit.stored(target).items()]
+        op = Op.REPACK_INT8_SHIFT
+        return [(name, op, dtype, shape, pair) for name, (dtype, shape) in unit.stored(target).items()]
     if storage is Storage.DENSE_FP8 and len(pair) == 2:
-        return [(f"{unit.base}.weight", "BF16", unit.shape, pair)]
-    # Kept tensors keep their stored dtype: packed codes may be I8, U8 or F4 in the source.
-    return [(t.name, t.dtype, t.shape, (t,)) for t in pair]
-
-
-def _op(unit: Unit, sources: tuple[TensorInfo, ...]) -> Op:
-    if len(sources) == 1:
-        return Op.KEEP
-    return Op.DEQUANTIZE_BF16 if unit.row.storage is Storage.DENSE_FP8 else Op.REPACK_INT8_SHIFT
+        return [(f"{unit.base}.weight", Op.DEQUANTIZE_BF16, "BF16", unit.shape, pair)]
+    # Kept tensors keep their stored dtype: packed codes may be I8, U8 or F4 in the source. A kept scale
+    # names its codes too, because only the two together tell whether a block overflows.
+    return [(t.name, Op.KEEP, t.dtype, t.shape, (t, *pair[:i])) for i, t in enumerate(pair)]
 
 
 def _plan_shard(
-    name: str, rows: list[tuple[str, str, Shape, Unit, tuple[TensorInfo, ...]]], metadata: Mapping[str, str]
+    name: str, outputs: Mapping[str, tuple[Unit, Output]], metadata: Mapping[str, str]
 ) -> ShardPlan:
-    by_name = {row[0]: row for row in rows}
-    entries = in_data_order((row[0], row[1], row[2]) for row in rows)
+    entries = in_data_order((tensor, dtype, shape) for _, (tensor, _, dtype, shape, _) in outputs.values())
     header = encode_header(entries, metadata)
     position = len(header)
     steps = []
     for tensor, dtype, shape in entries:
-        _, _, _, unit, sources = by_name[tensor]
+        unit, (_, op, _, _, sources) = outputs[tensor]
         end = position + nbytes(dtype, shape)
-        role = unit.row.role.value
-        steps.append(Step(tensor, _op(unit, sources), dtype, shape, position, end, role, sources, unit.block))
+        steps.append(Step(tensor, op, dtype, shape, position, end, unit.row.role, sources, unit.block))
         position = end
     return ShardPlan(name, header, tuple(steps))
 
@@ -287,14 +290,19 @@ def shard_metadata(layout: Layout, source_headers: Mapping[str, str]) -> dict[st
     return dict(sorted(metadata.items()))
 
 
-def _role_totals(units: Iterable[Unit], source: Layout, target: Layout) -> dict[str, RoleTotal]:
-    totals: dict[str, list[int]] = {}
+def _role_totals(units: Iterable[Unit], source: Layout, target: Layout) -> dict[Role, RoleTotal]:
+    # Tens of thousands of units share a few dozen (row, shape) kinds: count kinds, then measure each once.
+    kinds: dict[tuple[str, Shape], tuple[Unit, int]] = {}
     for unit in units:
-        row = totals.setdefault(unit.row.role.value, [0, 0, 0, 0])
+        key = unit.row.pattern, unit.shape
+        first, count = kinds.get(key, (unit, 0))
+        kinds[key] = first, count + 1
+    totals: dict[Role, list[int]] = {}
+    for unit, count in kinds.values():
+        row = totals.setdefault(unit.row.role, [0, 0, 0, 0])
         for at, layout in ((0, source), (2, target)):
-            stored = unit.stored(layout).values()
-            row[at] += len(stored)
-            row[at + 1] += sum(nbytes(dtype, shape) for dtype, shape in stored)
+            row[at] += count * len(unit.stored(layout))
+            row[at + 1] += count * unit.nbytes(layout)
     return {role: RoleTotal(*row) for role, row in totals.items()}
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4convert.checkpoint import Checkpoint, TensorInfo
+from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.spec import Shape, Stored
 from dsv4convert.geometry import Geometry, dspark_findings, identify, read_geometry
+from dsv4convert.header import TensorInfo
 from dsv4convert.names import Layout, Unit, expected_units, lookup, pattern_of
 from dsv4convert.releases import Release
 from dsv4convert.table import Role, Storage
@@ -85,7 +86,12 @@ def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def _quantization_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     quantization = config["quantization_config"]
-    wanted = {"quant_method": ("fp8",), "scale_fmt": ("ue8m0",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic",)}
+    wanted = {
+        "quant_method": ("fp8",),
+        "scale_fmt": ("ue8m0",),
+        "fmt": ("e4m3", None),
+        "activation_scheme": ("dynamic",),
+    }
     for key, values in wanted.items():
         value = quantization.get(key)
         if value not in values:
@@ -138,7 +144,9 @@ def _foreign_layout(tensors: Mapping[str, TensorInfo], config: Mapping[str, obje
 
 def _base_release(tensors: Mapping[str, TensorInfo], config: Mapping[str, object]) -> Finding | None:
     quantization = config.get("quantization_config")
-    declared = config.get("expert_dtype") or (isinstance(quantization, dict) and quantization.get("expert_dtype"))
+    declared = config.get("expert_dtype") or (
+        isinstance(quantization, dict) and quantization.get("expert_dtype")
+    )
     for name, info in tensors.items():
         if ".ffn.experts." not in name or not name.endswith(".weight"):
             continue
@@ -160,7 +168,9 @@ def _impossible_shapes(units: Iterable[Unit]) -> Finding | None:
         if unit.row.storage is Storage.EXPERT_MXFP4 and unit.shape[1] % 32:
             problem = "the config makes an MXFP4 row that is no whole number of blocks"
             found = f"K = {unit.shape[1]:,}"
-            return finding("unit.shape", f"{unit.base}.weight", problem, expected="a multiple of 32", found=found)
+            return finding(
+                "unit.shape", f"{unit.base}.weight", problem, expected="a multiple of 32", found=found
+            )
     return None
 
 
@@ -173,10 +183,14 @@ def _missing(
     absent = [n for n in expected if n not in tensors and n not in reported]
     if not absent:
         return
-    if geometry.vision and not any(u.row.role in _VISION_ROLES for n, (_, u) in expected.items() if n in tensors):
+    if geometry.vision and not any(
+        u.row.role in _VISION_ROLES for n, (_, u) in expected.items() if n in tensors
+    ):
         problem = "the config describes a vision tower, but no vision tensor is there"
         yield finding("config.vision", "config.json", problem)
-        absent = [n for n in absent if expected[n][1].row.role not in _VISION_ROLES and not n.endswith(".bias_vl")]
+        absent = [
+            n for n in absent if expected[n][1].row.role not in _VISION_ROLES and not n.endswith(".bias_vl")
+        ]
     wanted = Counter(_block_of(n) for n in expected)
     lost = Counter(_block_of(n) for n in absent)
     gone = {block for block, count in lost.items() if block and count == wanted[block]}
@@ -203,7 +217,9 @@ def _missing_part(unit: Unit, lacking: list[str], tensors: Mapping[str, TensorIn
         return finding("unit.missing-scale", kept, problem, expected=f"`{lacking[0]}` in the index")
     scale = f"{unit.base}.scale"
     if codes and scale in tensors:
-        return finding("unit.orphan-scale", scale, "block scale has no weight", expected=f"`{codes}` in the index")
+        return finding(
+            "unit.orphan-scale", scale, "block scale has no weight", expected=f"`{codes}` in the index"
+        )
     return finding("unit.missing-tensor", lacking[0], "required by `config.json`, but no shard holds it")
 
 
@@ -240,7 +256,9 @@ def _stored_finding(info: TensorInfo, stored: Stored, unit: Unit, is_scale: bool
     if is_scale:
         block = "x".join(map(str, unit.block))
         problem = f"scale grid does not match {list(unit.shape)} in {block} blocks"
-        return finding("unit.scale-grid", info.name, problem, expected=_shape(shape), found=_shape(info.shape))
+        return finding(
+            "unit.scale-grid", info.name, problem, expected=_shape(shape), found=_shape(info.shape)
+        )
     problem = f"{unit.row.role.value} has another shape"
     return finding("unit.shape", info.name, problem, expected=_shape(shape), found=_shape(info.shape))
 
@@ -274,7 +292,9 @@ def _merge_alike(findings: Iterable[Finding]) -> Iterator[Finding]:
     """Merge findings that differ only in the numbers inside the tensor name, keeping the first name."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
-        groups.setdefault((f.code, pattern_of(f.where), f.problem, pattern_of(f.expected), f.found), []).append(f)
+        groups.setdefault(
+            (f.code, pattern_of(f.where), f.problem, pattern_of(f.expected), f.found), []
+        ).append(f)
     for first, *others in groups.values():
         if not others:
             yield first

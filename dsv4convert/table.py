@@ -168,7 +168,6 @@ def _has_stage_end(at: At) -> bool:
     return at.is_last_stage if _is_dspark(at) else at.block == "mtp"
 
 
-
 Measure = Callable[[At], Shape]
 Condition = Callable[[At], bool]
 
@@ -188,7 +187,9 @@ def _hidden(at: At) -> Shape:
 def _hyper_connection(prefix: str) -> tuple[Row, ...]:
     role = Role.HYPER_CONNECTION
     return (
-        _plain(f"{prefix}_fn", role, "F32", lambda a: (a.g.hc_mult * (a.g.hc_mult + 2), a.g.hc_mult * a.g.hidden)),
+        _plain(
+            f"{prefix}_fn", role, "F32", lambda a: (a.g.hc_mult * (a.g.hc_mult + 2), a.g.hc_mult * a.g.hidden)
+        ),
         _plain(f"{prefix}_base", role, "F32", lambda a: (a.g.hc_mult * (a.g.hc_mult + 2),)),
         _plain(f"{prefix}_scale", role, "F32", lambda a: (3,)),
     )
@@ -214,7 +215,9 @@ def _feed_forward(prefix: str, role: Role, storage: Storage, width: Callable[[At
     return tuple(Row(f"{prefix}.{w}", role, storage, "", shape, _always) for w, shape in shapes.items())
 
 
-def _compressor(prefix: str, when: Condition, width: Callable[[At], int], norm: Callable[[At], int]) -> tuple[Row, ...]:
+def _compressor(
+    prefix: str, when: Condition, width: Callable[[At], int], norm: Callable[[At], int]
+) -> tuple[Row, ...]:
     """Rows of a V4 compressor: positional bias, value and gate projections, norm."""
     role = Role.COMPRESSOR
     return (
@@ -288,7 +291,11 @@ _SPARSE = (
 def _v41_sparse(suffix: str, role: Role, shape: Measure, when: Condition = _always) -> Row:
     """Row of a V4.1 compressor or index key, which share names with V4 but not shapes."""
     return _plain(
-        f"{{b}}.#.attn.{suffix}.weight", role, "BF16", shape, lambda a: not _v4(a) and a.has_compressor and when(a)
+        f"{{b}}.#.attn.{suffix}.weight",
+        role,
+        "BF16",
+        shape,
+        lambda a: not _v4(a) and a.has_compressor and when(a),
     )
 
 
@@ -296,14 +303,18 @@ _SPARSE_V41 = (
     _v41_sparse("compressor.wkv", Role.COMPRESSOR, lambda a: (a.g.head_dim, a.g.hidden)),
     _v41_sparse("compressor.norm", Role.COMPRESSOR, lambda a: (a.g.head_dim,)),
     # Ratio 1 keeps every position: there is nothing to gate.
-    _v41_sparse("compressor.wgate", Role.COMPRESSOR, lambda a: (a.g.head_dim, a.g.hidden), lambda a: a.ratio > 1),
+    _v41_sparse(
+        "compressor.wgate", Role.COMPRESSOR, lambda a: (a.g.head_dim, a.g.hidden), lambda a: a.ratio > 1
+    ),
     _v41_sparse("indexer.wk", Role.INDEXER, lambda a: (a.g.index_dim, a.g.head_dim)),
     _v41_sparse("indexer.k_norm", Role.INDEXER, lambda a: (a.g.index_dim,)),
 )
 
 _FFN = (
     _plain("{b}.#.ffn.gate.weight", Role.ROUTER, "BF16", lambda a: (a.experts, a.g.hidden)),
-    _plain("{b}.#.ffn.gate.tid2eid", Role.ROUTER, "I64", lambda a: (a.g.vocab, a.g.top_k), lambda a: a.is_hash),
+    _plain(
+        "{b}.#.ffn.gate.tid2eid", Role.ROUTER, "I64", lambda a: (a.g.vocab, a.g.top_k), lambda a: a.is_hash
+    ),
     _plain("{b}.#.ffn.gate.bias", Role.ROUTER, "F32", lambda a: (a.experts,), _has_bias),
     _plain("{b}.#.ffn.gate.bias_vl", Role.ROUTER, "F32", lambda a: (a.experts,), _has_vision),
     *_feed_forward(
@@ -324,7 +335,12 @@ _ENGRAM = (
         lambda a: (a.engram.rows[a.engram.layers.index(a.index)], a.engram.dim),
         _has_engram,
     ),
-    _fp8("{b}.#.engram.wkv", Role.ENGRAM, lambda a: ((a.g.hc_mult + 1) * a.g.hidden, a.engram.inputs), _has_engram),
+    _fp8(
+        "{b}.#.engram.wkv",
+        Role.ENGRAM,
+        lambda a: ((a.g.hc_mult + 1) * a.g.hidden, a.engram.inputs),
+        _has_engram,
+    ),
     _plain("{b}.#.engram.q_weight", Role.ENGRAM, "BF16", lambda a: (a.g.hc_mult, a.g.hidden), _has_engram),
     _plain("{b}.#.engram.k_weight", Role.ENGRAM, "BF16", lambda a: (a.g.hc_mult, a.g.hidden), _has_engram),
 )
@@ -345,7 +361,9 @@ _DRAFT = (
         lambda a: (a.g.hidden, len(a.g.draft.targets) * a.g.hidden),
         lambda a: _is_dspark(a) and a.is_first_stage,
     ),
-    _plain("{b}.#.main_norm.weight", Role.NORM, "BF16", _hidden, lambda a: _is_dspark(a) and a.is_first_stage),
+    _plain(
+        "{b}.#.main_norm.weight", Role.NORM, "BF16", _hidden, lambda a: _is_dspark(a) and a.is_first_stage
+    ),
     _fp8("{b}.#.e_proj", Role.DRAFT, lambda a: (a.g.hidden, a.g.hidden), _is_preview_stage),
     _fp8("{b}.#.h_proj", Role.DRAFT, lambda a: (a.g.hidden, a.g.hidden), _is_preview_stage),
     _plain("{b}.#.enorm.weight", Role.NORM, "BF16", _hidden, _is_preview_stage),

@@ -1,0 +1,81 @@
+# One command per need. Works in a fresh clone with python3 (3.10 or newer, with venv) and make.
+#   make demo      a tiny synthetic checkpoint, validated, planned, converted and verified
+#   make test      format, lint, types, then every test
+#   make quality   format, lint, types, layers: the fast part of `make test`
+#   make style     rewrite the code to the house format
+#   make bench     the benchmarks (a benchmark whose result is wrong prints no speed)
+#   make clean     remove everything that these targets made
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+DEMO := demo-out
+CONSTRAINTS := constraints/cpu.txt
+# -qq: errors only; pip's warnings about a mirror's layout would bury them.
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo lint quality test style bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# Three stamps, so that nothing is installed twice: a bare environment, the package, the developer's tools.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("error: `$(PYTHON)`: too old: expected Python 3.10 or newer, found %d.%d\nhint: make PYTHON=python3.11" % v[:2])'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP_INSTALL) --upgrade pip
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	@echo "installing dsv4convert and torch into $(VENV) (about a minute, once)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.package
+	@echo "installing the test tools into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[dev,oracle]'
+	@touch $@
+
+# $(call step,ARGUMENTS): show a command, run it, show what it says.
+define step
+	@printf '\n$$ dsv4convert %s\n' '$(1)'
+	@$(PY) -m dsv4convert $(1)
+endef
+
+demo: $(VENV)/.package
+	@rm -rf $(DEMO)
+	@mkdir $(DEMO)
+	$(call step,synth $(DEMO)/official --scale tiny)
+	$(call step,original $(DEMO)/official)
+	$(call step,plan $(DEMO)/official)
+	$(call step,convert $(DEMO)/official $(DEMO)/int8 --experts int8)
+	$(call step,converted $(DEMO)/int8 --reference $(DEMO)/official --read-data)
+	$(call step,convert $(DEMO)/official $(DEMO)/mxfp4 --experts mxfp4)
+	$(call step,converted $(DEMO)/mxfp4 --reference $(DEMO)/official --read-data)
+	@printf '\nThe source and both results lie in $(DEMO)/: official, int8, mxfp4.\n'
+
+lint: $(VENV)/.tools
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+quality: lint
+	$(PY) -m pytest -q tests/test_layers.py
+
+test: lint
+	$(PY) -m pytest -n 2
+
+style: $(VENV)/.tools
+	$(PY) -m ruff check --fix-only
+	$(PY) -m ruff format
+
+# pytest's status 5 says that nothing was collected: no benchmark is written yet.
+bench: $(VENV)/.tools
+	$(PY) -m pytest -p no:xdist -s -m bench --run-benchmark tests $(wildcard benchmarks) || [ $$? -eq 5 ]
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find dsv4convert kernels_ref tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,129 @@
+"""The finding codes: what each one means, how grave it is, and what to do about it.
+
+Codes are interface: they appear in ``--json`` and in scripts of others. The errors page of the
+documentation is generated from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One row of the catalogue: what a finding code means and what to do about it.
+
+    Attributes:
+        severity: ``error`` fails the command; ``warning`` does so only under ``--strict``.
+        meaning: One sentence for the errors page.
+        hint: The default next action; a finding may carry a more precise one.
+    """
+
+    severity: Severity
+    meaning: str
+    hint: str
+
+
+# fmt: off
+_REDOWNLOAD = "download this file again with the pinned `--revision`"
+_COMPLETE = "complete the download; `hf download` resumes what is missing"
+
+CATALOG: Mapping[str, Kind] = {
+    # The directory and its side files.
+    "dir.not-found": Kind("error", "The path does not exist or is not a directory.", "pass the directory that holds `config.json` and the shards"),
+    "dir.no-weights": Kind("error", "The directory holds no safetensors shard.", "only safetensors checkpoints are read; pickle files are never opened"),
+    "dir.single-file": Kind("error", "The weights are one unindexed `model.safetensors`.", "official releases are sharded; download the official repository"),
+    "file.unreadable": Kind("error", "A file exists but cannot be opened.", "check its permissions and owner"),
+    "file.not-regular": Kind("error", "A shard, an index, `config.json` or a file to copy is not a regular file.", "replace it by the real file"),
+    "file.dangling-link": Kind("error", "A symbolic link points to a file that is gone.", "copy with `cp -L` or `rsync -L`, or run `hf download` again to restore the blob"),
+    "file.outside-link": Kind("error", "A symbolic link leaves the model directory and is no Hugging Face cache blob.", "replace the link by the file"),
+    "file.lfs-pointer": Kind("error", "A Git LFS pointer lies where the content should be.", "run `git lfs pull`, or download with `hf download`"),
+    "file.html-page": Kind("error", "A web page was saved under the name of a model file.", "the download was refused or redirected; log in or use another mirror, then download again"),
+    "file.incomplete": Kind("warning", "Pieces of an unfinished download are left in the directory.", _COMPLETE),
+    "file.pickle": Kind("warning", "A pickle file lies beside the shards. It is never opened and never copied.", "remove it if nothing else needs it"),
+    "file.stray": Kind("warning", "A weight file is not part of the checkpoint. It is never copied.", "remove it, or check whether the index is stale"),
+    "side.missing": Kind("warning", "A non-weight file of the official repository is absent.", "download the repository without `--include` filters"),
+    "side.other-quantization": Kind("error", "A second quantization config contradicts `config.json`.", "remove `hf_quant_config.json`, which belongs to another export"),
+    # config.json
+    "config.missing": Kind("error", "There is no `config.json`.", _COMPLETE),
+    "config.not-json": Kind("error", "`config.json` is not a JSON object.", _REDOWNLOAD),
+    "config.field": Kind("error", "A field of `config.json` that the layout depends on is absent or has an impossible value.", "restore the official `config.json` of this release"),
+    "config.dspark": Kind("error", "The DSpark fields of `config.json` are incomplete or contradict each other.", "restore the official `config.json`; the runtime reads all four fields"),
+    "config.unknown-model": Kind("error", "`config.json` describes no model this tool knows.", "supported: DeepSeek-V4-Flash, -0731, -DSpark, -Vision-Exp, V4.1-Flash, V4-Pro, V4-Pro-0813 and pruned derivatives"),
+    "config.quantization": Kind("error", "`quantization_config` does not say what the stored tensors are.", "restore the `config.json` that belongs to these shards"),
+    "config.skip-list": Kind("error", "The skip list of `quantization_config` does not match the modules of the runtime.", "take the list that `dsv4convert convert` writes"),
+    "config.skip-entry": Kind("warning", "An entry of the skip list matches no module of the runtime.", "harmless by itself; often a name from another name space, whose real module is then not skipped"),
+    "config.section": Kind("error", "The `dsv4convert` section of `config.json` does not describe these shards.", "restore the `config.json` that was written with them"),
+    "config.vision": Kind("error", "Vision tensors and vision fields of `config.json` do not agree.", "restore the official `config.json` of the vision release"),
+    # The index.
+    "index.missing": Kind("error", "There is no `model.safetensors.index.json`.", "download it; it can be rebuilt from the shard headers, but this tool never does so silently"),
+    "index.not-json": Kind("error", "The index is not a JSON object with a `weight_map`.", _REDOWNLOAD),
+    "index.duplicate-key": Kind("error", "A JSON file repeats a key; readers keep only one of the values.", _REDOWNLOAD),
+    "index.bad-shard-name": Kind("error", "`weight_map` names a shard that is not the plain file name of a `.safetensors` file.", "never use this index; download the official one"),
+    "index.wrong-shard": Kind("error", "`weight_map` puts a tensor into a shard that does not hold it.", "the index belongs to another export; download the matching one"),
+    "index.ghost-tensor": Kind("error", "`weight_map` names a tensor that no shard holds.", "the index belongs to another export; download the matching one"),
+    "index.unindexed-tensor": Kind("error", "A shard holds a tensor that `weight_map` does not name.", "the index is older than the shards; download the matching one"),
+    "index.total-size": Kind("warning", "`metadata.total_size` of the index is not the sum of the tensors.", "harmless for loading; `convert` writes the exact number"),
+    # Shards.
+    "shard.missing": Kind("error", "A shard that the index names is not there.", _COMPLETE),
+    "shard.count": Kind("warning", "The number of shards is not that of the official release.", "normal for a re-sharded copy; the official release was not downloaded as it is"),
+    "shard.numbering": Kind("error", "Shard names do not count from 1 to N.", "the directory mixes two exports, or a shard was renamed"),
+    "shard.truncated": Kind("error", "A shard is shorter than its header declares.", _REDOWNLOAD),
+    "shard.trailing-bytes": Kind("error", "A shard is longer than its header declares.", _REDOWNLOAD),
+    "shard.header": Kind("error", "A shard does not begin with a valid safetensors header.", _REDOWNLOAD),
+    "shard.duplicate-key": Kind("error", "A shard header repeats a key; readers keep only one of the values.", _REDOWNLOAD),
+    "shard.dtype": Kind("error", "A shard header uses a dtype unknown to the safetensors format.", "this version reads the dtypes of safetensors 0.8"),
+    "shard.offsets": Kind("error", "Tensor ranges of a shard overlap, leave a gap, or do not match shape times dtype.", _REDOWNLOAD),
+    "tensor.twice": Kind("error", "One tensor name is held by more than one shard.", "the directory mixes two exports; download into an empty directory"),
+    # Names, dtypes, shapes.
+    "name.unknown": Kind("error", "No rule knows this tensor name for this release.", "`dsv4convert inspect --tensors` lists what the checkpoint holds"),
+    "name.unexpected": Kind("error", "The tensor is known, but `config.json` describes a model without it.", "compare `config.json` with the shards: one of them belongs to another release"),
+    "name.resaved": Kind("error", "The tensors carry the names of a library re-save, not the official ones.", "use the official repository; a re-saved copy is not converted"),
+    "name.scale-suffix": Kind("error", "Block scales carry a suffix of another layout.", "use the official repository; its scales end in `.scale` and multiply"),
+    "release.base": Kind("error", "This is a Base checkpoint: FP8 experts with F32 scales.", "Base releases store no MXFP4 experts and are not converted by this tool"),
+    "unit.missing-tensor": Kind("error", "The config requires a tensor that is not there.", "the checkpoint is incomplete; nothing was written"),
+    "unit.missing-scale": Kind("error", "A quantized weight has no block scale.", "the checkpoint is incomplete; nothing was written"),
+    "unit.orphan-scale": Kind("error", "A block scale has no weight.", "the checkpoint is incomplete; nothing was written"),
+    "unit.dtype": Kind("error", "A tensor has another dtype than its role requires.", "the file was re-saved or belongs to another release"),
+    "unit.shape": Kind("error", "A tensor has another shape than `config.json` requires.", "compare `config.json` with the shard header"),
+    "unit.scale-grid": Kind("error", "A scale grid is not the one its weight and block require.", "compare `weight_block_size` in `config.json` with the header"),
+    "unit.scale-dtype": Kind("error", "A block scale is not stored as F8_E8M0.", "a scale byte must never be read as a number; use the official file"),
+    # Values.
+    "value.e4m3-nan": Kind("error", "An E4M3 weight holds NaN codes (0x7F, 0xFF).", _REDOWNLOAD),
+    "value.scale-nan": Kind("error", "A UE8M0 scale byte is 255, which is NaN.", _REDOWNLOAD),
+    "value.inexact": Kind("error", "A block leaves the range in which the conversion to BF16 is exact.", "pass `--allow-rounding`; the manifest lists the blocks"),
+    "value.mxfp4-overflow": Kind("error", "An MXFP4 scale byte of 253 or 254 makes the largest code overflow BF16.", "pass `--allow-rounding`; the manifest lists the blocks"),
+    "value.scale-range": Kind("error", "A row's channel scale would leave the normal range of F32.", "keep the experts with `--experts mxfp4`"),
+    "value.relative-error": Kind("error", "The INT8 repack of a tensor exceeds the error limit.", "raise `--max-relative-error`, or keep the experts with `--experts mxfp4`"),
+    "value.exact-share": Kind("error", "The INT8 repack of a tensor changes more codes than allowed.", "lower `--min-exact`, or keep the experts with `--experts mxfp4`"),
+    # Planning and writing.
+    "src.not-official": Kind("error", "The checkpoint is a converted one.", "check it with `dsv4convert converted`"),
+    "src.converted": Kind("error", "The source is already a converted `int8` checkpoint.", "convert from the official checkpoint or from an `mxfp4` output"),
+    "src.changed": Kind("error", "The source changed while it was being converted.", "find out who writes to the source, then run `convert` again"),
+    "dst.not-empty": Kind("error", "The destination exists and is neither empty nor a conversion of this plan.", "choose an empty directory"),
+    "dst.other-plan": Kind("error", "The destination holds shards of another plan.", "choose an empty directory, or repeat the options and the source that started this one"),
+    "dst.inside-source": Kind("error", "The destination is the source, or one lies inside the other.", "choose a directory outside the source"),
+    "dst.not-writable": Kind("error", "The destination cannot be written.", "check permissions and mount options"),
+    "dst.no-space": Kind("error", "The destination file system is too small or full.", "free the space and run the same command again; finished shards are kept"),
+    "dst.not-converted": Kind("error", "The checkpoint is an official one, not a conversion.", "check it with `dsv4convert original`"),
+    "dst.unfinished": Kind("error", "The conversion is not finished.", "run the same `convert` command again; finished shards are kept"),
+    "tp.split": Kind("error", "A tensor-parallel split would cut a block or group.", "choose another tensor-parallel size or layout"),
+    # A converted checkpoint.
+    "shard.metadata": Kind("warning", "A shard lacks `format: pt`; some loaders refuse or skip it.", "convert with this tool, which writes it"),
+    "manifest.missing": Kind("warning", "There is no `dsv4convert.json`: the checkpoint is of other origin.", "names, dtypes, shapes and config are checked all the same; origin and hashes are not"),
+    "manifest.not-json": Kind("error", "`dsv4convert.json` is not a manifest of a known version.", "convert again, or restore the file"),
+    "manifest.mismatch": Kind("error", "The manifest does not describe these shards.", "convert again, or restore the files that belong together"),
+    "reference.other": Kind("error", "The reference is not the source of this conversion.", "pass the checkpoint that was converted"),
+    "reference.bytes": Kind("error", "A tensor differs from what the reference gives.", "convert this checkpoint again from the reference"),
+    "content.hash": Kind("error", "Stored bytes do not have the recorded hash.", "convert again, or restore the shard from where it was published"),
+    # The machine.
+    "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
+    "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),
+    "worker.killed": Kind("error", "A worker process ended without a result.", "the system may have run out of memory; run the same command again with fewer `--jobs`"),
+    "env.missing": Kind("error", "A package this command needs is not installed.", "install it and run the same command again"),
+}
+# fmt: on

@@ -1,0 +1,11 @@
+"""The command line. Only this package prints or exits.
+
+Data goes to stdout, everything else to stderr. Exit statuses are those of `errors.Exit`; every command
+documents them in its help.
+"""
+
+from __future__ import annotations
+
+from dsv4convert.cli.commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,377 @@
+"""The commands: parse, call the library, print, exit."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dsv4convert.cli import pages
+from dsv4convert.cli.progress import gigabytes, progress
+from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
+from dsv4convert.errors import Exit, errors_of
+from dsv4convert.names import Layout
+from dsv4convert.releases import RELEASES
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_LAYOUTS = click.Choice([Layout.INT8.value, Layout.MXFP4.value])
+
+
+def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(version_block())
+        ctx.exit()
+
+
+@click.group(context_settings=_SETTINGS, epilog=EXIT_HELP)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Print the versions that a bug report needs.",
+)
+def main() -> None:
+    """Validate, convert and prove DeepSeek-V4 checkpoints for SM80 GPUs (A100, A800)."""
+
+
+def _directory(name: str) -> Callable[..., Any]:
+    return click.argument(name, type=click.Path(path_type=Path))
+
+
+_experts = click.option(
+    "--experts",
+    type=_LAYOUTS,
+    default=Layout.INT8.value,
+    show_default=True,
+    help="What becomes of the routed experts: INT8-ready codes with shifts, or MXFP4 as they are.",
+)
+_strict = click.option("--strict", is_flag=True, help="Let warnings fail too.")
+
+
+def _jobs(purpose: str) -> Callable[..., Any]:
+    return click.option(
+        "--jobs", type=click.IntRange(1, 256), default=None, help=f"{purpose} [default: by cores]"
+    )
+
+
+def _default_jobs(jobs: int | None) -> int:
+    # Each job keeps two cores busy (transform and write); more than eight outrun the disks.
+    return jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("path")
+@click.option(
+    "--tensors",
+    is_flag=False,
+    flag_value="*",
+    metavar="[GLOB]",
+    help="List the tensors, or those that match.",
+)
+@command_options
+def inspect(shell: Shell, path: Path, tensors: str | None) -> None:
+    """Say what the checkpoint in PATH is: release, layout, families of tensors."""
+    from dsv4convert.checkpoint import open_checkpoint
+    from dsv4convert.survey import survey
+
+    seen = survey(open_checkpoint(path))
+    chosen = None
+    if tensors is not None:
+        chosen = [t for n, t in seen.checkpoint.tensors.items() if fnmatch.fnmatchcase(n, tensors)]
+    if shell.json:
+        shell.data(json.dumps(pages.inspect_json(seen, chosen), indent=1))
+    else:
+        for line in pages.tensor_lines(chosen) if chosen is not None else pages.inspect_lines(seen):
+            shell.data(line)
+    errors = errors_of(seen.findings)
+    if errors:
+        shell.say(f"{len(errors):,} errors; `dsv4convert original` shows them")
+        raise SystemExit(Exit.FINDINGS)
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("src")
+@_strict
+@command_options
+def original(shell: Shell, src: Path, strict: bool) -> None:
+    """Validate a downloaded official checkpoint in SRC: structure, from headers alone."""
+    from dsv4convert.checkpoint import open_checkpoint
+    from dsv4convert.validate.structure import check_original
+
+    shell.report(check_original(open_checkpoint(src)), strict)
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("src")
+@_experts
+@click.option(
+    "--tp",
+    type=click.IntRange(1, 1024),
+    multiple=True,
+    help="Tensor-parallel size to check and to budget; repeatable. [default: show 4 and 8]",
+)
+@click.option(
+    "--dst",
+    type=click.Path(path_type=Path),
+    help="Measure the write speed there (256 MiB, removed) and check the room.",
+)
+@click.option("--steps", is_flag=True, help="With --json: add one object per output tensor.")
+@_jobs("Processes the estimate assumes.")
+@command_options
+def plan(
+    shell: Shell,
+    src: Path,
+    experts: str,
+    tp: tuple[int, ...],
+    dst: Path | None,
+    steps: bool,
+    jobs: int | None,
+) -> None:
+    """Show every decision and every total of a conversion of SRC, without writing anything."""
+    from dsv4convert.checkpoint import open_checkpoint
+    from dsv4convert.cli.shell import fail
+    from dsv4convert.handoff import split_findings
+    from dsv4convert.plan import plan as make_plan
+    from dsv4convert.survey import survey
+    from dsv4convert.writer import measure_write_speed
+
+    seen = survey(open_checkpoint(src))
+    if errors_of(seen.findings):
+        fail(shell, seen.findings, Exit.FINDINGS)
+    made = make_plan(seen, experts)
+    speed = measure_write_speed(dst) if dst else None
+    budget = pages.Budget.of(seen, made, tp or (4, 8), dst, speed, _default_jobs(jobs))
+    if shell.json:
+        shell.data(json.dumps(made.as_dict(steps=steps) | budget.as_dict(), indent=None if steps else 1))
+    else:
+        for line in pages.plan_lines(made, budget):
+            shell.data(line)
+    splits = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
+    shell.findings([*seen.findings, *splits])
+    if splits:
+        raise SystemExit(Exit.FINDINGS)
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("src")
+@_directory("dst")
+@_experts
+@_jobs("Worker processes.")
+@click.option(
+    "--shards",
+    metavar="I/N",
+    help="Convert only every N-th shard, from the I-th (0 to N-1) on; close with `finalize`.",
+)
+@click.option(
+    "--allow-rounding",
+    is_flag=True,
+    help="Accept blocks that leave BF16's exact range; the manifest lists them.",
+)
+@click.option(
+    "--max-relative-error",
+    type=click.FloatRange(0),
+    help="Refuse a repacked matrix above this relative error.",
+)
+@click.option(
+    "--min-exact",
+    type=click.FloatRange(0, 1),
+    help="Refuse a repacked matrix with a smaller share of exact codes.",
+)
+@command_options
+def convert(
+    shell: Shell,
+    src: Path,
+    dst: Path,
+    experts: str,
+    jobs: int | None,
+    shards: str | None,
+    allow_rounding: bool,
+    max_relative_error: float | None,
+    min_exact: float | None,
+) -> None:
+    """Convert SRC into DST, shard by shard; the same command continues after any interruption.
+
+    SRC is an official checkpoint or an mxfp4 output. DST must be empty, absent, or an interrupted conversion.
+    """
+    from dsv4convert.convert import Limits, Result
+    from dsv4convert.convert import convert as run_convert
+    from dsv4convert.plan import Plan
+
+    limits = Limits(allow_rounding, max_relative_error, min_exact)
+    part = _parse_part(shards)
+
+    def begin(made: Plan, todo: int) -> None:
+        shell.say(f"{made.title}: {made.source_layout.value} -> {made.layout.value}, plan {made.digest[:12]}")
+        shell.say(
+            f"{gigabytes(todo)} to read, {len(made.shards):,} shards, {made.tensors:,} tensors to write"
+        )
+
+    with _LazyProgress("converting", shell.quiet) as bar:
+
+        def planned(made: Plan, todo: int) -> None:
+            begin(made, todo)
+            bar.begin(todo)
+
+        result: Result = run_convert(
+            src,
+            dst,
+            experts=experts,
+            jobs=_default_jobs(jobs),
+            part=part,
+            limits=limits,
+            progress=bar,
+            on_plan=planned,
+        )
+    _show_result(shell, result, dst)
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("dst")
+@click.option("--source", type=click.Path(path_type=Path), help="The source, if it moved since.")
+@command_options
+def finalize(shell: Shell, dst: Path, source: Path | None) -> None:
+    """Close a conversion in DST whose shards were made by several `convert --shards` jobs."""
+    from dsv4convert.convert import finalize as run_finalize
+
+    _show_result(shell, run_finalize(dst, source), dst)
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("dst")
+@click.option("--reference", type=click.Path(path_type=Path), help="The checkpoint that was converted.")
+@click.option(
+    "--read-data",
+    is_flag=False,
+    flag_value="100",
+    type=click.FloatRange(0, 100),
+    metavar="[PERCENT]",
+    help="Read tensors too: recompute from the reference, or compare hashes without one.",
+)
+@click.option(
+    "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose splits must fall on block borders."
+)
+@_jobs("Worker processes for --read-data.")
+@_strict
+@command_options
+def converted(
+    shell: Shell,
+    dst: Path,
+    reference: Path | None,
+    read_data: float | None,
+    tp: int | None,
+    jobs: int | None,
+    strict: bool,
+) -> None:
+    """Validate a converted checkpoint in DST: structure, config, manifest; contents on request."""
+    from dsv4convert.checkpoint import open_checkpoint
+    from dsv4convert.validate import verify_converted
+
+    checkpoint = open_checkpoint(dst)
+    total = sum(t.nbytes for t in checkpoint.tensors.values())
+    quiet = shell.quiet or read_data is None
+    with progress("comparing", int(total * (read_data or 0) / 100), quiet=quiet) as bar:
+        report = verify_converted(
+            checkpoint,
+            reference=reference,
+            read_data=read_data,
+            tp=tp,
+            jobs=_default_jobs(jobs),
+            progress=bar,
+        )
+    shell.report(report, strict)
+
+
+@main.command(epilog=EXIT_HELP)
+@_directory("directory")
+@click.option(
+    "--release",
+    type=click.Choice(list(RELEASES)),
+    default="deepseek-v4-flash-0731",
+    show_default=True,
+    help="Whose names and shapes.",
+)
+@click.option(
+    "--scale",
+    type=click.Choice(["tiny", "slice", "full"]),
+    default="tiny",
+    show_default=True,
+    help="Everything small; true shapes but few layers; or everything, as sparse files.",
+)
+@click.option("--layers", type=click.IntRange(3, 1024), default=None, help="Trunk layers (tiny, slice).")
+@click.option(
+    "--experts", type=click.IntRange(2, 4096), default=None, help="Routed experts per layer (tiny, slice)."
+)
+@click.option("--ragged", is_flag=True, help="Tiny only: sides that end in partial blocks and groups.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the values.")
+@command_options
+def synth(
+    shell: Shell,
+    directory: Path,
+    release: str,
+    scale: str,
+    layers: int | None,
+    experts: int | None,
+    ragged: bool,
+    seed: int,
+) -> None:
+    """Write a synthetic checkpoint into DIRECTORY: for tests, demos and rehearsals."""
+    from dsv4convert.synth import Recipe, disk_usage, synthesize
+
+    if ragged and scale != "tiny":
+        raise click.UsageError("--ragged goes with --scale tiny")
+    recipe = Recipe(release, scale, layers or 0, experts or 0, ragged, seed)
+    with progress("writing", 0, quiet=shell.quiet) as bar:
+        size = synthesize(directory, recipe, bar)
+    used = disk_usage(directory)
+    result = {"ok": True, "directory": os.fspath(directory), "file_bytes": size, "disk_bytes": used}
+    text = f"{directory}: {scale} {release}, {size:,} bytes in shards, {gigabytes(used)} on disk"
+    shell.data(json.dumps(result, indent=1) if shell.json else text)
+
+
+def _parse_part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    index, slash, count = text.partition("/")
+    if slash and index.isdecimal() and count.isdecimal() and int(index) < int(count):
+        return int(index), int(count)
+    raise click.BadParameter(f"expected I/N with I from 0 to N-1, got {text!r}", param_hint="--shards")
+
+
+class _LazyProgress:
+    """A progress display whose total becomes known only when the plan is made."""
+
+    def __init__(self, label: str, quiet: bool) -> None:
+        self._label, self._quiet = label, quiet
+        self._manager: Any = None
+        self._bar: Callable[[int], None] | None = None
+
+    def begin(self, total: int) -> None:
+        """Show the display."""
+        self._manager = progress(self._label, total, quiet=self._quiet)
+        self._bar = self._manager.__enter__()
+
+    def __call__(self, count: int) -> None:
+        if self._bar:
+            self._bar(count)
+
+    def __enter__(self) -> _LazyProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._manager:
+            self._manager.__exit__(*error)
+
+
+def _show_result(shell: Shell, result: Any, dst: Path) -> None:
+    if shell.json:
+        shell.data(json.dumps(pages.result_json(result, dst), indent=1))
+        return
+    for line in pages.result_lines(result, dst):
+        shell.data(line)

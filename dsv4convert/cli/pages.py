@@ -1,0 +1,204 @@
+"""What commands show: results of the library as lines of text and as JSON objects."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4convert.cli.progress import duration, gib, gigabytes
+from dsv4convert.convert import Result
+from dsv4convert.errors import errors_of
+from dsv4convert.handoff import bytes_per_gpu, split_findings
+from dsv4convert.header import TensorInfo
+from dsv4convert.plan import Plan
+from dsv4convert.releases import RELEASES
+from dsv4convert.survey import Survey
+from dsv4convert.validate.structure import dtype_counts, facts, role_table
+
+#: Anonymous memory of one process: torch and the strips in flight. Measured by `make bench`.
+MEMORY_PER_PROCESS = 350 << 20
+
+
+def inspect_json(seen: Survey, tensors: Iterable[TensorInfo] | None) -> dict[str, Any]:
+    """Return `inspect` as an object."""
+    result: dict[str, Any] = {
+        "ok": not errors_of(seen.findings),
+        "title": seen.title,
+        **facts(seen),
+        "dtypes": dtype_counts(seen.checkpoint),
+        "roles": {role.value: {"tensors": n, "bytes": size} for role, (n, size) in role_table(seen).items()},
+        "side_files": list(seen.checkpoint.side_files),
+    }
+    if tensors is not None:
+        result["listed"] = [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.nbytes, "shard": t.shard}
+            for t in tensors
+        ]
+    return result
+
+
+def inspect_lines(seen: Survey) -> Iterator[str]:
+    """Yield `inspect` as text."""
+    numbers = facts(seen)
+    yield f"{seen.checkpoint.root.name}: {seen.title}"
+    yield f"  layout     {numbers['layout'] or 'unknown'}"
+    yield f"  revision   {numbers['revision'] or 'unknown'}"
+    yield f"  shards     {numbers['shards']:,}, {numbers['file_bytes']:,} bytes"
+    yield f"  tensors    {numbers['tensors']:,}, {numbers['data_bytes']:,} bytes"
+    dtypes = ", ".join(f"{dtype} {count:,}" for dtype, count in dtype_counts(seen.checkpoint).items())
+    yield f"  dtypes     {dtypes}"
+    if "dspark" in numbers:
+        fields = ", ".join(f"{k} {v}" for k, v in numbers["dspark"].items())
+        yield f"  dspark     {fields}"
+    yield f"  {'role':<18}{'tensors':>10}{'bytes':>20}"
+    for role, (count, size) in role_table(seen).items():
+        yield f"  {role.value:<18}{count:>10,}{size:>20,}"
+
+
+def tensor_lines(tensors: Iterable[TensorInfo]) -> Iterator[str]:
+    """Yield one line per tensor."""
+    for t in tensors:
+        yield f"{t.name}  {t.dtype}  {list(t.shape)}  {t.nbytes:,}  {t.shard}"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan costs on a machine: disk, memory, time, and weight bytes per GPU.
+
+    Attributes:
+        per_gpu: Tensor-parallel size -> weight bytes per GPU.
+        unsplittable: Sizes that would cut a block or group.
+        free: Bytes free at the destination, None when none was named.
+        write_speed: Bytes per second measured there.
+        jobs: Processes assumed.
+        seconds: Time to write everything at that speed.
+        served: What this project's runtime says about the release.
+    """
+
+    per_gpu: dict[int, int]
+    unsplittable: tuple[int, ...]
+    free: int | None
+    write_speed: float | None
+    jobs: int
+    seconds: float | None
+    served: str
+
+    @classmethod
+    def of(
+        cls, seen: Survey, plan: Plan, sizes: Iterable[int], dst: Path | None, speed: float | None, jobs: int
+    ) -> Budget:
+        """Work out the budget of a plan."""
+        sizes = tuple(sizes)
+        geometry = seen.geometry
+        cut = tuple(n for n in sizes if geometry and split_findings(geometry, plan.layout, n))
+        return cls(
+            per_gpu={n: bytes_per_gpu(seen.units, plan.layout, n) for n in sizes},
+            unsplittable=cut,
+            free=shutil.disk_usage(_existing(dst)).free if dst else None,
+            write_speed=speed,
+            jobs=jobs,
+            seconds=plan.file_bytes / speed if speed else None,
+            served=_served(plan),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "weight_bytes_per_gpu": {str(n): size for n, size in self.per_gpu.items()},
+            "tp_cuts_a_block": list(self.unsplittable),
+            "memory_bytes": MEMORY_PER_PROCESS * self.jobs,
+            "jobs": self.jobs,
+            "free_bytes": self.free,
+            "write_bytes_per_second": self.write_speed,
+            "seconds": self.seconds,
+            "serving": self.served,
+        }
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _served(plan: Plan) -> str:
+    if plan.release is None:
+        return "a derivative: served like the release it comes from, untested"
+    if RELEASES[plan.release].served:
+        return "the SM80 runtime of this project is not part of this version yet"
+    return "no runtime of this project serves this release; the result is for other loaders"
+
+
+def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    """Yield a plan as text."""
+    yield f"{plan.title}: {plan.source_layout.value} -> {plan.layout.value}"
+    yield f"  {'role':<18}{'tensors in':>12}{'bytes in':>20}{'tensors out':>13}{'bytes out':>20}"
+    for role, t in plan.roles.items():
+        yield f"  {role.value:<18}{t.tensors_in:>12,}{t.bytes_in:>20,}{t.tensors_out:>13,}{t.bytes_out:>20,}"
+    yield (
+        f"  {len(plan.shards):,} shards, {plan.tensors:,} tensors, {plan.data_bytes:,} data bytes, "
+        f"{plan.expert_weights:,} expert weights, {plan.mtp_tensors:,} mtp tensors"
+    )
+    yield f"  files      {plan.file_bytes:,} bytes in shards, {len(plan.side_files):,} other files copied"
+    room = f", {budget.free:,} free" if budget.free is not None else ""
+    short = ": NOT ENOUGH" if budget.free is not None and budget.free < plan.disk_bytes else ""
+    yield f"  disk       {plan.disk_bytes:,} bytes needed at the destination{room}{short}"
+    yield f"  memory     at most {MEMORY_PER_PROCESS >> 20} MiB in each of {budget.jobs} processes"
+    if budget.seconds is None or budget.write_speed is None:
+        yield "  time       pass --dst to measure the write speed there"
+    else:
+        yield f"  time       {duration(budget.seconds)} at {budget.write_speed / 1e9:.2f} GB/s, measured at the destination"
+    for n, size in budget.per_gpu.items():
+        note = "  CUTS A BLOCK: see --tp" if n in budget.unsplittable else ""
+        yield f"  TP{n:<8} {gib(size)} of weights per GPU{note}"
+    yield f"  serving    {budget.served}"
+    yield f"  digest     {plan.digest}"
+
+
+def result_json(result: Result, dst: Path) -> dict[str, Any]:
+    """Return the result of `convert` or `finalize` as an object."""
+    plan = result.plan
+    return {
+        "ok": True,
+        "complete": not result.missing,
+        "destination": os.fspath(dst),
+        "layout": plan.layout.value,
+        "digest": plan.digest,
+        "shards": len(plan.shards),
+        "written": result.written,
+        "reused": result.reused,
+        "missing": list(result.missing),
+        "tensors": plan.tensors,
+        "data_bytes": plan.data_bytes,
+        "seconds": round(result.seconds, 3),
+        "experts": result.manifest["experts"] if result.manifest else None,
+    }
+
+
+def result_lines(result: Result, dst: Path) -> Iterator[str]:
+    """Yield the result of `convert` or `finalize` as text."""
+    plan = result.plan
+    if not result.written and not result.missing:
+        yield f"{dst}: complete, nothing was left to do"
+    elif result.missing:
+        yield f"{dst}: {result.written:,} shards written, {len(result.missing):,} left to other jobs"
+        yield f"  then: dsv4convert finalize {dst}"
+        return
+    else:
+        rate = plan.file_bytes * result.written / len(plan.shards) / max(result.seconds, 1e-9)
+        kept = f", {result.reused:,} kept from before" if result.reused else ""
+        yield f"{dst}: {result.written:,} shards written in {duration(result.seconds)} ({rate / 1e9:.2f} GB/s){kept}"
+    yield f"  {len(plan.shards):,} shards, {plan.tensors:,} tensors, {plan.data_bytes:,} data bytes ({gigabytes(plan.file_bytes)})"
+    experts = result.manifest["experts"] if result.manifest else None
+    if experts:
+        yield (
+            f"  experts    {experts['exact_matrices']:,} of {experts['matrices']:,} matrices exact, "
+            f"{experts['codes_changed']:,} codes rounded, worst relative error {experts['max_relative_error']:.2g}"
+        )
+    yield "  checked    headers read back, sizes, a hash of every tensor as it was written"
+    yield f"  next: dsv4convert converted {dst} --reference SRC --read-data"

@@ -1,0 +1,81 @@
+"""Progress for people: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+_EVERY_SECONDS: Final = 10.0
+
+
+class Progress(Protocol):
+    """Takes numbers of bytes as they are done."""
+
+    def __call__(self, count: int) -> None: ...
+
+
+@contextmanager
+def progress(label: str, total: int, *, quiet: bool) -> Iterator[Progress]:
+    """Show the progress of work that is counted in bytes.
+
+    Args:
+        label: What is done.
+        total: Bytes in all.
+        quiet: Show nothing.
+    """
+    if quiet:
+        yield _nothing
+    elif sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=label, unit="B", unit_scale=True, delay=1, dynamic_ncols=True) as bar:
+            yield lambda count: _advance(bar, count)
+    else:
+        yield _Lines(label, total)
+
+
+def _nothing(count: int) -> None:
+    return
+
+
+def _advance(bar: object, count: int) -> None:
+    bar.update(count)  # type: ignore[attr-defined]
+
+
+class _Lines:
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total = label, total
+        self._done, self._start = 0, time.monotonic()
+        self._next = self._start + _EVERY_SECONDS
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _EVERY_SECONDS
+        rate = self._done / (now - self._start)
+        left = (self._total - self._done) / rate if rate else 0
+        share = 100 * self._done / self._total if self._total else 100
+        text = f"{self._label}: {share:.0f} %, {gigabytes(self._done)} of {gigabytes(self._total)}"
+        print(f"{text}, {rate / 1e9:.2f} GB/s, {duration(left)} left", file=sys.stderr, flush=True)
+
+
+def gigabytes(count: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def gib(count: int) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{count / 2**30:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,220 @@
+"""What every command shares: options, streams, signals, and the border at which errors become sentences."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import click
+
+from dsv4convert import __version__
+from dsv4convert.errors import Dsv4Error, Exit, Finding
+from dsv4convert.validate.report import Report, render
+
+EXIT_HELP = """\b
+Exit status:
+  0  clean
+  1  findings: something is wrong with the checkpoint
+  2  usage
+  3  refused: source or destination is not acceptable, no index was written
+  4  environment or I/O: running the same command again is safe
+  5  internal error
+  130, 143  interrupted: running the same command again continues"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """How a command talks: as JSON or as text, quiet or verbose."""
+
+    json: bool
+    quiet: bool
+    verbose: bool
+    debug: bool
+
+    def data(self, text: str) -> None:
+        """Print a result to stdout."""
+        _print(text, sys.stdout)
+
+    def say(self, text: str) -> None:
+        """Print a remark to stderr, unless quiet."""
+        if not self.quiet:
+            _print(text, sys.stderr)
+
+    def detail(self, text: str) -> None:
+        """Print a remark to stderr if verbose."""
+        if self.verbose:
+            _print(text, sys.stderr)
+
+    def findings(self, findings: Iterable[Finding]) -> None:
+        """Print findings to stderr."""
+        for line in render(findings):
+            _print(line, sys.stderr)
+
+    def report(self, report: Report, strict: bool) -> NoReturn:
+        """Print a report and leave with its exit status."""
+        if self.json:
+            self.data(json.dumps(report.as_dict(strict=strict), indent=1))
+        else:
+            self.findings(report.findings)
+            for line in _verdict(report, strict):
+                self.data(line)
+        raise SystemExit(Exit.CLEAN if report.ok(strict=strict) else Exit.FINDINGS)
+
+
+def _verdict(report: Report, strict: bool) -> Iterable[str]:
+    facts = report.facts
+    yield f"{report.subject}: {report.title}, layout {facts.get('layout') or 'unknown'}"
+    yield (
+        f"  {facts['shards']:,} shards, {facts['tensors']:,} tensors, {facts['data_bytes']:,} data bytes, "
+        f"{facts['expert_weights']:,} expert weights, {facts['mtp_tensors']:,} mtp tensors"
+    )
+    for line in report.checked:
+        yield f"  checked      {line}"
+    for line in report.not_checked:
+        yield f"  NOT checked  {line}"
+    errors = sum(f.severity == "error" for f in report.findings)
+    warnings = len(report.findings) - errors
+    if errors or (strict and warnings):
+        yield f"FAILED: {errors:,} errors, {warnings:,} warnings"
+    else:
+        depth = (
+            "contents verified" if any(c.startswith("contents") for c in report.checked) else "structure OK"
+        )
+        tail = f", {warnings:,} warnings" if warnings else ""
+        yield f"{depth}{tail}"
+
+
+def _print(text: str, stream: Any) -> None:
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # The reader has enough (`| head`); the exit status must still be the verdict.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def command_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the common options and the error border; it receives a `Shell` first."""
+
+    @functools.wraps(function)
+    def wrapper(as_json: bool, quiet: bool, verbose: bool, debug: bool, **arguments: Any) -> None:
+        shell = Shell(as_json, quiet, verbose, debug)
+        run(shell, lambda: function(shell, **arguments))
+
+    options = (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks."),
+        click.option("-v", "--verbose", is_flag=True, help="Say more."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an internal error."),
+    )
+    wrapped: Callable[..., None] = wrapper
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def run(shell: Shell, action: Callable[[], None]) -> None:
+    """Run a command; turn every error into sentences and the exit status it stands for."""
+    # Plans are large trees without cycles: with the default threshold the collector takes half of the time.
+    gc.set_threshold(1_000_000)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    _on_sigterm()
+    try:
+        action()
+    except Dsv4Error as error:
+        fail(shell, error.findings, error.exit_code)
+    except KeyboardInterrupt:
+        interrupted(shell, Exit.SIGINT)
+    except _Terminated:
+        interrupted(shell, Exit.SIGTERM)
+    except OSError as error:
+        _system_error(shell, error)
+    except Exception as error:
+        _internal(shell, error)
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def _on_sigterm() -> None:
+    def handler(number: int, frame: object) -> None:
+        raise _Terminated
+
+    with suppress(ValueError):  # Only the main thread may; tests run commands elsewhere.
+        signal.signal(signal.SIGTERM, handler)
+
+
+def fail(shell: Shell, findings: Iterable[Finding], status: int) -> NoReturn:
+    """Print findings and leave."""
+    found = tuple(findings)
+    if shell.json:
+        failed = {"ok": False, "exit_status": int(status), "findings": [f.as_dict() for f in found]}
+        shell.data(json.dumps(failed, indent=1))
+    else:
+        shell.findings(found)
+    raise SystemExit(int(status))
+
+
+def interrupted(shell: Shell, status: Exit) -> NoReturn:
+    """Say that nothing is lost, and leave."""
+    if shell.json:
+        shell.data(json.dumps({"ok": False, "exit_status": int(status), "findings": []}))
+    _print("interrupted: finished shards are kept; run the same command again to continue", sys.stderr)
+    raise SystemExit(int(status))
+
+
+def _system_error(shell: Shell, error: OSError) -> NoReturn:
+    name = (
+        os.path.basename(os.fspath(error.filename)) if isinstance(error.filename, str | bytes) else "system"
+    )
+    from dsv4convert.errors import finding
+
+    problem = f"{error.strerror or error}"
+    fail(shell, [finding("io.read", str(name), problem)], Exit.ENVIRONMENT)
+
+
+def _internal(shell: Shell, error: Exception) -> NoReturn:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(last.filename)}:{last.lineno}"
+    if shell.json:
+        shell.data(json.dumps({"ok": False, "exit_status": int(Exit.INTERNAL), "findings": []}))
+    _print(f"internal error: {type(error).__name__} at {place}: {error}", sys.stderr)
+    _print("This is a bug of dsv4convert. Please report it with this block:", sys.stderr)
+    _print(version_block(), sys.stderr)
+    if shell.debug:
+        traceback.print_exception(error)
+    else:
+        _print("`--debug` shows the traceback", sys.stderr)
+    raise SystemExit(int(Exit.INTERNAL))
+
+
+def version_block() -> str:
+    """Return what a bug report needs: versions, Python, system."""
+    rows: Mapping[str, str] = {
+        "dsv4convert": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **{name: _version(name) for name in ("torch", "numpy", "safetensors", "huggingface_hub", "xxhash")},
+    }
+    return "\n".join(f"  {name:16}{value}" for name, value in rows.items())
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

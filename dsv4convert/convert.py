@@ -1,0 +1,390 @@
+"""Carry out a plan: shard by shard, resumable, atomic; the index comes last.
+
+Each shard is streamed into a temporary sibling, renamed, and noted in the journal. A run that stops for any
+reason is continued by the same command. When all shards are done, `finalize` copies the side files and writes
+config, manifest and index, in this order: a directory without an index is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dsv4convert.checkpoint import Checkpoint, open_checkpoint
+from dsv4convert.errors import EnvironmentFault, Finding, Refused, finding
+from dsv4convert.handoff import converted_config, encode_config
+from dsv4convert.header import Shard, ShardReader, read_header
+from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, require_space
+from dsv4convert.manifest import build_manifest, encode_manifest
+from dsv4convert.names import Layout
+from dsv4convert.plan import Plan, ShardPlan
+from dsv4convert.plan import plan as make_plan
+from dsv4convert.sink import Sink, shard_digest
+from dsv4convert.survey import survey
+from dsv4convert.transform import STRIP, Outcome, Transformer
+from dsv4convert.workers import run_all
+from dsv4convert.writer import PendingFile, sync_directory, write_bytes
+
+#: Strips in flight between transform and writer; two would do, more absorb uneven disks.
+_BUFFERS: Final = 4
+_REPORT_BYTES: Final = 64 << 20
+_ALLOWED_BY_ROUNDING = frozenset({"value.inexact", "value.mxfp4-overflow"})
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is still acceptable.
+
+    Attributes:
+        allow_rounding: Accept blocks that leave the exact range of BF16.
+        max_relative_error: Largest relative error (Frobenius) of a repacked matrix; None for any.
+        min_exact: Smallest share of exact non-zero codes of a repacked matrix; None for any.
+    """
+
+    allow_rounding: bool = False
+    max_relative_error: float | None = None
+    min_exact: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a conversion ended.
+
+    Attributes:
+        plan: The plan that was carried out.
+        written: Shards written by this run.
+        reused: Shards that were done before.
+        missing: Shards left to other jobs; none when the checkpoint is complete.
+        manifest: The manifest of a complete checkpoint, None otherwise.
+        seconds: Wall time of this run's shards.
+    """
+
+    plan: Plan
+    written: int
+    reused: int
+    missing: tuple[str, ...]
+    manifest: Mapping[str, Any] | None
+    seconds: float
+
+
+def convert(
+    source: str | os.PathLike[str] | Checkpoint,
+    destination: str | os.PathLike[str],
+    *,
+    experts: Layout | str = Layout.INT8,
+    jobs: int = 1,
+    part: tuple[int, int] | None = None,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+    on_plan: Callable[[Plan, int], None] | None = None,
+) -> Result:
+    """Convert a checkpoint, or continue an interrupted conversion.
+
+    Args:
+        source: An official checkpoint or an ``mxfp4`` output.
+        destination: Empty, absent, or an interrupted conversion of the same plan.
+        experts: ``int8`` or ``mxfp4``.
+        jobs: Worker processes; 1 works in this process.
+        part: (i, n) converts only shards i, i + n, ...; `finalize` closes the conversion afterwards.
+        limits: What is still acceptable.
+        progress: Called with numbers of source bytes as they are done.
+        on_plan: Called before the first byte with the plan and the source bytes still to be read.
+
+    Returns:
+        The result; the checkpoint is complete when nothing is missing.
+
+    Raises:
+        Refused: source, destination or values are not acceptable; DST has no index.
+        EnvironmentFault: disk or process trouble; the same call continues.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    plan = make_plan(survey(checkpoint), experts)
+    root = Path(destination)
+    _refuse_overlap(checkpoint.root, root)
+    journal = Journal(root)
+    complete = _complete_manifest(root, plan)
+    if complete is not None:
+        return Result(plan, 0, len(plan.shards), (), complete, 0.0)
+    require_space(root, plan.disk_bytes - _bytes_in(root))
+    journal.start(plan, checkpoint.root)
+    todo = [s for s in _part_of(plan.shards, part) if journal.done(s) is None]
+    if on_plan:
+        on_plan(plan, sum(_bytes_read(s) for s in todo))
+    started = time.monotonic()
+    _convert_shards(checkpoint, root, journal, todo, jobs, limits or Limits(), progress or _ignore)
+    seconds = time.monotonic() - started
+    missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
+    manifest = None
+    if not missing:
+        manifest = _close(checkpoint, plan, journal, {"jobs": jobs, "seconds": round(seconds, 3)})
+    written = len(todo)
+    return Result(plan, written, len(plan.shards) - written - len(missing), missing, manifest, seconds)
+
+
+def finalize(destination: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Result:
+    """Close a conversion whose shards were made by several jobs.
+
+    Args:
+        destination: Directory with a journal.
+        source: The source, if it moved since; by default where the journal says.
+
+    Raises:
+        Refused: there is no journal, the source is another one, or shards are missing.
+    """
+    root = Path(destination)
+    journal = Journal(root)
+    state = journal.read()
+    if state is None:
+        problem = "no conversion was begun here, or it is complete already"
+        raise Refused(
+            finding("dst.unfinished", root.name, problem, hint="check with `dsv4convert converted`")
+        )
+    checkpoint = open_checkpoint(source or state["source"])
+    plan = make_plan(survey(checkpoint), state["layout"])
+    journal.start(plan, checkpoint.root)
+    missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
+    if missing:
+        problem = f"{len(missing):,} of {len(plan.shards):,} shards are not done"
+        raise Refused(finding("dst.unfinished", missing[0], problem))
+    manifest = _close(checkpoint, plan, journal, {"jobs": 0, "seconds": 0.0})
+    return Result(plan, 0, len(plan.shards), (), manifest, 0.0)
+
+
+def _ignore(count: int) -> None:
+    return
+
+
+def _part_of(shards: Sequence[ShardPlan], part: tuple[int, int] | None) -> list[ShardPlan]:
+    return list(shards) if part is None else list(shards[part[0] :: part[1]])
+
+
+def _bytes_read(shard: ShardPlan) -> int:
+    """Return the source bytes of a shard, counted as `Transformer` reports them."""
+    sources = {step.sources[0] for step in shard.steps} | {
+        s for step in shard.steps if step.op.value != "keep" for s in step.sources
+    }
+    return sum(s.nbytes for s in sources)
+
+
+def _bytes_in(root: Path) -> int:
+    return sum(p.stat().st_size for p in root.glob("*.safetensors")) if root.is_dir() else 0
+
+
+def _refuse_overlap(source: Path, root: Path) -> None:
+    target = root.resolve()
+    if target == source or source in target.parents or target in source.parents:
+        problem = "source and destination overlap"
+        raise Refused(finding("dst.inside-source", root.name, problem, found=os.fspath(target)))
+
+
+def _complete_manifest(root: Path, plan: Plan) -> Mapping[str, Any] | None:
+    """Return the manifest if this very plan has been carried out here already."""
+    if not (root / INDEX).exists():
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads((root / MANIFEST).read_bytes())
+        sizes = {n: s["bytes"] for n, s in manifest["output"]["shards"].items()}
+        present = all((root / n).stat().st_size == size for n, size in sizes.items())
+        if manifest["plan"]["digest"] == plan.digest and present:
+            # A crash between index and clean-up leaves only this to do.
+            Journal(root).finish()
+            return dict(manifest)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Everything a worker needs for one shard."""
+
+    shard: ShardPlan
+    sources: Mapping[str, Shard]
+    root: Path
+    limits: Limits
+
+
+def _convert_shards(
+    checkpoint: Checkpoint,
+    root: Path,
+    journal: Journal,
+    todo: Sequence[ShardPlan],
+    jobs: int,
+    limits: Limits,
+    progress: Progress,
+) -> None:
+    # Workers get the shards' paths and identities, not their thousands of tensors.
+    slim = {name: replace(shard, tensors=()) for name, shard in checkpoint.shards.items()}
+    tasks = [_Task(s, {n: slim[n] for n in _shards_read(s)}, root, limits) for s in todo]
+    if jobs == 1 or len(tasks) == 1:
+        for task in tasks:
+            journal.record(convert_shard(task, progress))
+        return
+    named = [(task.shard.name, task) for task in tasks]
+    run_all(convert_shard, named, jobs, journal.record, progress)
+
+
+def _shards_read(shard: ShardPlan) -> set[str]:
+    return {source.shard for step in shard.steps for source in step.sources}
+
+
+def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
+    """Convert one shard and give it its final name.
+
+    Raises:
+        Refused: values that must not or may not be converted; nothing is left of the shard.
+        EnvironmentFault: reading or writing failed, or the source changed; nothing is left of the shard.
+    """
+    shard, final = task.shard, task.root / task.shard.name
+    single_threaded_torch()
+    report = _Batched(progress)
+    with ShardReader(task.sources) as reader:
+        _require_unchanged(reader, task.sources)
+        with PendingFile(final, Journal(task.root).path, shard.file_bytes) as pending:
+            _write_all(pending.fd, shard.header)
+            outcome, hashes = _stream(shard, reader, pending.fd, report)
+            accepted = _judge(outcome, task.limits)
+            _require_unchanged(reader, task.sources)
+            status = os.fstat(pending.fd)
+    report.flush()
+    tensors = {step.name: hashes[step.name] for step in shard.steps}
+    _check_written(final, shard)
+    return ShardRecord(
+        shard=shard.name,
+        file_bytes=shard.file_bytes,
+        digest=shard_digest(shard.header, tensors),
+        tensors=tensors,
+        figures=outcome.figures,
+        rounded=tuple({"code": f.code, "tensor": f.where, "found": f.found} for f in accepted),
+        mtime_ns=status.st_mtime_ns,
+        inode=status.st_ino,
+    )
+
+
+def single_threaded_torch() -> None:
+    """Keep torch to one thread: shards and strips are the parallelism here."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+class _Batched:
+    """Progress in large steps, so that reporting costs nothing."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._count = progress, 0
+
+    def __call__(self, count: int) -> None:
+        self._count += count
+        if self._count >= _REPORT_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        self._progress(self._count)
+        self._count = 0
+
+
+def _stream(
+    shard: ShardPlan, reader: ShardReader, fd: int, progress: Progress
+) -> tuple[Outcome, dict[str, str]]:
+    sink = Sink(fd, _BUFFERS, STRIP)
+    try:
+        outcome = Transformer(reader, sink, progress).run(shard.steps)
+        return outcome, sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _judge(outcome: Outcome, limits: Limits) -> list[Finding]:
+    """Return the findings that the limits accept; refuse the shard for all others together."""
+    faults = [*outcome.findings, *_loss_findings(outcome, limits)]
+    accepted = [f for f in faults if limits.allow_rounding and f.code in _ALLOWED_BY_ROUNDING]
+    refused = [f for f in faults if f not in accepted]
+    if refused:
+        raise Refused(refused)
+    return accepted
+
+
+def _loss_findings(outcome: Outcome, limits: Limits) -> Iterator[Finding]:
+    for base, figures in outcome.figures.items():
+        error, share = figures.get("relative_error", 0.0), figures.get("exact_share", 1.0)
+        if limits.max_relative_error is not None and error > limits.max_relative_error:
+            problem, expected = "the repack loses too much", f"at most {limits.max_relative_error:g}"
+            yield finding("value.relative-error", base, problem, expected=expected, found=f"{error:.3g}")
+        if limits.min_exact is not None and share < limits.min_exact:
+            problem, expected = "the repack changes too many codes", f"at least {limits.min_exact:g} exact"
+            yield finding("value.exact-share", base, problem, expected=expected, found=f"{share:.6f}")
+
+
+def _require_unchanged(reader: ShardReader, sources: Mapping[str, Shard]) -> None:
+    for name, shard in sources.items():
+        status = os.fstat(reader.fileno(name))
+        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+            problem = "the source shard changed since the conversion was planned"
+            raise EnvironmentFault(finding("src.changed", name, problem))
+
+
+def _check_written(final: Path, shard: ShardPlan) -> None:
+    """Read the header back through the strict parser and compare it with the plan."""
+    written, faults = read_header(final, shard.name)
+    if faults:
+        raise EnvironmentFault(faults)
+    planned = [(s.name, s.dtype, s.shape, s.start, s.end) for s in shard.steps]
+    if written is None or [(t.name, t.dtype, t.shape, t.start, t.end) for t in written.tensors] != planned:
+        problem = "the header read back is not the one that was written"
+        raise EnvironmentFault(finding("io.write", shard.name, problem))
+
+
+def _close(checkpoint: Checkpoint, plan: Plan, journal: Journal, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Write everything but the shards, the index last."""
+    root, scratch = journal.root, journal.path
+    files = {name: _copy_side_file(checkpoint.root / name, root / name, scratch) for name in plan.side_files}
+    seen = survey(checkpoint)
+    config = encode_config(converted_config(checkpoint.config, seen.units, plan.layout, plan.revision))
+    write_bytes(root / "config.json", scratch, config)
+    files["config.json"] = hashlib.sha256(config).hexdigest()
+    records = [record for record in map(journal.done, plan.shards) if record]
+    manifest = build_manifest(plan, records, files, run)
+    write_bytes(root / MANIFEST, scratch, encode_manifest(manifest))
+    write_bytes(root / INDEX, scratch, encode_index(plan))
+    journal.finish()
+    sync_directory(root)
+    return manifest
+
+
+def _copy_side_file(source: Path, target: Path, scratch: Path) -> str:
+    """Copy a file's bytes, never its mode or its being a link; return its SHA-256."""
+    digest = hashlib.sha256()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        reading = open(source, "rb")
+    except OSError as error:
+        raise EnvironmentFault(
+            finding("io.read", source.name, f"cannot be copied: {error.strerror}")
+        ) from error
+    with reading, PendingFile(target, scratch) as pending:
+        while chunk := reading.read(STRIP):
+            digest.update(chunk)
+            _write_all(pending.fd, chunk)
+    return digest.hexdigest()
+
+
+def encode_index(plan: Plan) -> bytes:
+    """Return the bytes of the index: the official form, in shard and data order."""
+    weight_map = {step.name: shard.name for shard in plan.shards for step in shard.steps}
+    index = {"metadata": {"total_size": plan.data_bytes}, "weight_map": weight_map}
+    return json.dumps(index, indent=2).encode()

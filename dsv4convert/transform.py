@@ -1,0 +1,307 @@
+"""The named operations, strip by strip: read, transform, hand to the sink.
+
+No function here holds a whole tensor, whatever its size, except row scales and shift bytes. Source bytes
+are never modified. What a value check finds is returned as findings; whether it stops the conversion is
+decided by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4convert.errors import Finding, finding
+from dsv4convert.formats.codes import count_mxfp4_overflow, count_nan_scales
+from dsv4convert.formats.int8_shift import RepackStats
+from dsv4convert.formats.repack import Repacker, weigh
+from dsv4convert.formats.spec import ceil_div
+from dsv4convert.header import ShardReader, TensorInfo
+from dsv4convert.plan import Op, Step
+from dsv4convert.sink import Sink
+from dsv4convert.table import Role
+
+Bytes = NDArray[np.uint8]
+
+#: Bytes of one strip, and of each buffer in flight.
+STRIP: Final = 4 << 20
+_COPY: Final = 16 << 20
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to the tensors of a shard.
+
+    Attributes:
+        findings: Values that cannot be converted, or only with rounding.
+        figures: Weight name without suffix -> figures for the manifest.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Transformer:
+    """Carries out the steps of one shard.
+
+    Args:
+        reader: Reads the source.
+        sink: Takes the output.
+        progress: Called with the number of source bytes of each strip.
+    """
+
+    def __init__(self, reader: ShardReader, sink: Sink, progress: Callable[[int], None]) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._progress = progress
+        self._scratch = np.empty(STRIP, np.uint8)
+        self.outcome = Outcome()
+
+    def run(self, steps: Sequence[Step]) -> Outcome:
+        """Carry out all steps of a shard and return what happened."""
+        for group in group_steps(steps):
+            op = group[0].op
+            if op is Op.KEEP:
+                self._keep(group)
+            elif op is Op.DEQUANTIZE_BF16:
+                self._dequantize(group[0])
+            else:
+                self._repack(group)
+        return self.outcome
+
+    def _read(self, source: TensorInfo, start: int, count: int) -> Bytes:
+        """Read bytes of a tensor into the scratch buffer; valid until the next read."""
+        if count > self._scratch.size:
+            self._scratch = np.empty(count, np.uint8)
+        view = self._scratch[:count]
+        self._reader.pread_into(source, start, view.data)
+        self._progress(count)
+        return view
+
+    def _read_all(self, source: TensorInfo) -> Bytes:
+        data = np.empty(source.nbytes, np.uint8)
+        self._reader.pread_into(source, 0, data.data)
+        self._progress(source.nbytes)
+        return data
+
+    # Kept tensors ---------------------------------------------------------------------------------
+
+    def _keep(self, run: Sequence[Step]) -> None:
+        """Copy a run of tensors that lie one after the other in the source and in the output."""
+        source_fd = self._reader.fileno(run[0].sources[0].shard)
+        first, last = run[0].sources[0], run[-1].sources[0]
+        position, copied = first.start, first.start
+        for step in run:
+            source = step.sources[0]
+            for start in range(0, source.nbytes, STRIP):
+                piece = self._read(source, start, min(STRIP, source.nbytes - start))
+                self._sink.hash(step.name, piece.data)
+                self._check_kept(step, piece, start)
+                position += piece.size
+                if position - copied >= _COPY:
+                    self._sink.copy(source_fd, copied, run[0].start + copied - first.start, position - copied)
+                    copied = position
+            if not source.nbytes:
+                self._sink.hash(step.name, memoryview(b""))
+        if last.end > copied:
+            self._sink.copy(source_fd, copied, run[0].start + copied - first.start, last.end - copied)
+
+    def _check_kept(self, step: Step, piece: Bytes, start: int) -> None:
+        """Look for codes that stand for no number in kept quantized tensors; everything else is opaque."""
+        source = step.sources[0]
+        if source.dtype == "F8_E8M0" and piece.max(initial=0) >= 253:
+            self._check_scales(step, piece, start)
+        if source.dtype == "F8_E4M3":
+            nans = np.flatnonzero((piece & 0x7F) == 0x7F) if _has_e4m3_nan(piece) else ()
+            if len(nans):
+                row, column = divmod(start + int(nans[0]), source.shape[1])
+                self.outcome.findings.append(_e4m3_nan(step.name, len(nans), (row, column)))
+
+    def _check_scales(self, step: Step, piece: Bytes, start: int) -> None:
+        source = step.sources[0]
+        nans, first = count_nan_scales(piece.reshape(1, -1))
+        if nans and first:
+            at = divmod(start + first[1], source.shape[1])
+            self.outcome.findings.append(_scale_nan(step.name, nans, at))
+        if step.role is Role.ROUTED_EXPERT and len(step.sources) == 2:
+            # Only a block with large codes overflows, so the codes of this strip's rows are needed.
+            weight = step.sources[1]
+            whole = start == 0 and piece.size == source.nbytes
+            rows = piece if whole else self._read_all(source)
+            packed = self._read_all(weight).reshape(weight.shape[0], -1)
+            self._note_overflow(step.name, packed, rows.reshape(source.shape))
+
+    def _note_overflow(self, name: str, packed: Bytes, scales: Bytes, row: int = 0) -> None:
+        count, first = count_mxfp4_overflow(packed, scales)
+        if count and first:
+            problem = f"{count:,} MXFP4 blocks overflow BF16"
+            found = f"scale byte {scales[first]} at block [{first[0] + row}, {first[1]}]"
+            hit = finding("value.mxfp4-overflow", name, problem, expected="scale bytes 0..252", found=found)
+            self.outcome.findings.append(hit)
+
+    # FP8 ------------------------------------------------------------------------------------------
+
+    def _dequantize(self, step: Step) -> None:
+        # torch is imported only when there is FP8 to decode.
+        from dsv4convert.formats.block import Fp8Stats
+
+        weight, scale = step.sources
+        n, k = weight.shape
+        decoder = _decoder(step.block, k)
+        scales = self._read_all(scale).reshape(scale.shape)
+        rows = _strip_rows(n, k, 2 * k, step.block[0])
+        stats = Fp8Stats()
+        for row in range(0, n, rows):
+            count = min(rows, n - row)
+            codes = self._read(weight, row * k, count * k).reshape(count, k)
+            buffer = self._sink.take()
+            out = _grown(buffer, 2 * count * k)[: 2 * count * k].view(np.int16).reshape(count, k)
+            first = row // step.block[0]
+            scale_rows = scales[first : first + ceil_div(count, step.block[0])]
+            stats += decoder.decode(codes, scale_rows, out, row=row)
+            self._sink.write(step.name, buffer, out.nbytes, step.start + 2 * row * k)
+        if stats.nan_codes and stats.first_nan:
+            self.outcome.findings.append(_e4m3_nan(weight.name, stats.nan_codes, stats.first_nan))
+        if stats.nan_scales and stats.first_nan_scale:
+            self.outcome.findings.append(_scale_nan(scale.name, stats.nan_scales, stats.first_nan_scale))
+        if stats.inexact_blocks:
+            self._note_inexact(weight, scale, stats)
+
+    def _note_inexact(self, weight: TensorInfo, scale: TensorInfo, stats: Any) -> None:
+        block = stats.inexact[0]
+        total = scale.shape[0] * scale.shape[1]
+        problem = f"{stats.inexact_blocks:,} of {total:,} blocks are outside BF16's exact range"
+        found = f"{block.scale} at block [{block.row}, {block.column}]"
+        self.outcome.findings.append(
+            finding("value.inexact", weight.name, problem, expected="scale bytes 3..246", found=found)
+        )
+        listed = [[b.row, b.column, b.scale] for b in stats.inexact]
+        self.outcome.figures[weight.name.removesuffix(".weight")] = {
+            "inexact_blocks": stats.inexact_blocks,
+            "first_inexact": listed,
+        }
+
+    # MXFP4 -> INT8_SHIFT --------------------------------------------------------------------------
+
+    def _repack(self, group: Sequence[Step]) -> None:
+        codes_step = next(s for s in group if s.name.endswith(".weight_codes"))
+        shift_step = next(s for s in group if s.name.endswith(".weight_shift2"))
+        scale_step = next(s for s in group if s.name.endswith(".channel_scale"))
+        weight, scale = codes_step.sources
+        n, blocks = scale.shape
+        k, width = blocks * 32, codes_step.shape[1]
+        repacker = _repacker(k)
+        scales = self._read_all(scale).reshape(n, blocks)
+        self._check_nan_scales(scale, scales)
+        shifts, channel = np.empty(shift_step.shape, np.uint8), np.empty(n, np.float32)
+        stats = RepackStats()
+        for row, packed in self._rows_of(weight, k // 2, width):
+            part = slice(row, row + len(packed))
+            if scales[part].max(initial=0) >= 253:
+                self._note_overflow(weight.name, packed, scales[part], row)
+            buffer = self._sink.take()
+            out = _grown(buffer, len(packed) * width)[: len(packed) * width].reshape(-1, width)
+            stats += repacker.repack(packed, scales[part], out, shifts[part], channel[part], row=row)
+            self._sink.write(codes_step.name, buffer, out.nbytes, codes_step.start + row * width)
+        self._sink.write_small(shift_step.name, shifts.tobytes(), shift_step.start)
+        self._sink.write_small(scale_step.name, channel.astype("<f4").tobytes(), scale_step.start)
+        if not stats.exact:
+            # Errors are relative to all weights of the tensor, so it is read once more, which is rare.
+            for row, packed in self._rows_of(weight, k // 2, width):
+                stats += weigh(packed, scales[row : row + len(packed)])
+        self._note_repack(weight, stats)
+
+    def _rows_of(self, weight: TensorInfo, width_in: int, width_out: int) -> Iterator[tuple[int, Bytes]]:
+        """Yield (first row, [R, K / 2] packed codes) of each strip; valid until the next one."""
+        n = weight.shape[0]
+        rows = _strip_rows(n, width_in, width_out, 1)
+        for row in range(0, n, rows):
+            count = min(rows, n - row)
+            yield row, self._read(weight, row * width_in, count * width_in).reshape(count, width_in)
+
+    def _check_nan_scales(self, scale: TensorInfo, scales: Bytes) -> None:
+        nans, first = count_nan_scales(scales)
+        if nans and first:
+            self.outcome.findings.append(_scale_nan(scale.name, nans, first))
+
+    def _note_repack(self, weight: TensorInfo, stats: RepackStats) -> None:
+        if stats.low_rows:
+            problem = f"{stats.low_rows:,} rows need a channel scale below the normal range of F32"
+            found = f"row {stats.first_low_row}"
+            hit = finding("value.scale-range", weight.name, problem, expected="an exponent >= 5", found=found)
+            self.outcome.findings.append(hit)
+        self.outcome.figures[weight.name.removesuffix(".weight")] = stats.as_dict()
+
+
+def group_steps(steps: Sequence[Step]) -> Iterable[list[Step]]:
+    """Group steps that are carried out together.
+
+    Kept tensors that lie one after the other on both sides form one run; the three outputs of a repacked
+    weight form one group, at the place of its codes, which lie at different places of the file.
+    """
+    run: list[Step] = []
+    for step in steps:
+        if run and not (step.op is Op.KEEP and _continues(run[-1], step)):
+            yield run
+            run = []
+        if step.op is Op.KEEP:
+            run.append(step)
+        elif step.op is Op.DEQUANTIZE_BF16:
+            yield [step]
+    if run:
+        yield run
+    repacked: dict[str, list[Step]] = {}
+    for step in steps:
+        if step.op is Op.REPACK_INT8_SHIFT:
+            repacked.setdefault(step.sources[0].name, []).append(step)
+    yield from repacked.values()
+
+
+def _continues(previous: Step, step: Step) -> bool:
+    before, here = previous.sources[0], step.sources[0]
+    return before.shard == here.shard and before.end == here.start and previous.end == step.start
+
+
+def _strip_rows(n: int, bytes_in: int, bytes_out: int, multiple: int) -> int:
+    """Return how many rows make a strip: whole block rows, both sides within one buffer if possible."""
+    fitting = STRIP // max(bytes_in, bytes_out, 1)
+    return min(n, max(multiple, fitting // multiple * multiple)) or 1
+
+
+def _grown(buffer: bytearray, size: int) -> Bytes:
+    """Return a buffer as an array, larger than it was if a single block row needs it."""
+    if len(buffer) < size:
+        buffer.extend(bytes(size - len(buffer)))
+    return np.frombuffer(buffer, np.uint8)
+
+
+@lru_cache(maxsize=32)
+def _repacker(k: int) -> Repacker:
+    return Repacker(k)
+
+
+@lru_cache(maxsize=32)
+def _decoder(block: tuple[int, int], k: int) -> Any:
+    from dsv4convert.formats.block import Fp8Decoder
+
+    return Fp8Decoder(block, k)
+
+
+def _has_e4m3_nan(piece: Bytes) -> bool:
+    return bool(piece.size) and (piece.max() == 0xFF or piece.view(np.int8).max() == 0x7F)
+
+
+def _e4m3_nan(name: str, count: int, at: tuple[int, int]) -> Finding:
+    problem = f"{count:,} E4M3 codes are NaN"
+    return finding("value.e4m3-nan", name, problem, expected="none", found=f"the first at [{at[0]}, {at[1]}]")
+
+
+def _scale_nan(name: str, count: int, at: tuple[int, int]) -> Finding:
+    problem = f"{count:,} UE8M0 scale bytes are 255, which is NaN"
+    return finding(
+        "value.scale-nan", name, problem, expected="0..254", found=f"the first at [{at[0]}, {at[1]}]"
+    )

@@ -1,0 +1,126 @@
+"""Checks of checkpoints: structure from headers alone, contents on request.
+
+`verify` is the entry for programs; it chooses the checks by what it is given. Modules that read tensor data
+are loaded only when data is to be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from dsv4convert.checkpoint import Checkpoint, open_checkpoint
+from dsv4convert.errors import Finding, errors_of
+from dsv4convert.names import Layout
+from dsv4convert.plan import plan
+from dsv4convert.survey import detect_layout, survey
+from dsv4convert.validate.report import Report
+from dsv4convert.validate.structure import check_converted, check_original, read_manifest
+
+Path = str | os.PathLike[str]
+Progress = Callable[[int], None]
+
+
+def verify(
+    path: Path,
+    *,
+    reference: Path | None = None,
+    read_data: float | None = None,
+    tp: int | None = None,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a checkpoint of any layout.
+
+    Args:
+        path: An official or a converted checkpoint.
+        reference: The source of a converted checkpoint.
+        read_data: Percent of the weights whose bytes are read; None reads headers only.
+        tp: Tensor-parallel size that a converted checkpoint must allow.
+        jobs: Worker processes for reading data.
+        progress: Called with numbers of bytes as they are compared.
+
+    Raises:
+        Refused: there is no such directory.
+        EnvironmentFault: reading failed.
+    """
+    checkpoint = open_checkpoint(path)
+    if detect_layout(checkpoint.tensors) is Layout.OFFICIAL and reference is None:
+        return check_original(checkpoint)
+    return verify_converted(
+        checkpoint, reference=reference, read_data=read_data, tp=tp, jobs=jobs, progress=progress
+    )
+
+
+def verify_converted(
+    checkpoint: Checkpoint,
+    *,
+    reference: Path | None = None,
+    read_data: float | None = None,
+    tp: int | None = None,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a converted checkpoint; see `verify` for the arguments."""
+    report = check_converted(checkpoint, tp)
+    if errors_of(report.findings) or (reference is None and read_data is None):
+        skipped = ("data: there are structural errors",) if read_data is not None and report.findings else ()
+        return replace(report, not_checked=(*report.not_checked, *skipped))
+    if reference is not None:
+        return _with_reference(report, checkpoint, reference, read_data, jobs, progress or _ignore)
+    return _with_hashes(report, checkpoint, read_data or 0, jobs, progress or _ignore)
+
+
+def _ignore(count: int) -> None:
+    return
+
+
+def _with_reference(
+    report: Report,
+    checkpoint: Checkpoint,
+    reference: Path,
+    percent: float | None,
+    jobs: int,
+    progress: Progress,
+) -> Report:
+    from dsv4convert.validate.content import check_reference, check_source
+
+    source = open_checkpoint(reference)
+    seen = survey(source)
+    faults = errors_of(seen.findings)
+    if faults:
+        return replace(report, findings=(*faults, *report.findings))
+    planned = plan(seen, detect_layout(checkpoint.tensors))
+    findings = check_source(planned, checkpoint, read_manifest(checkpoint.root)[0])
+    done = [*report.checked, "reference: it is the source of this checkpoint"]
+    left = list(report.not_checked)
+    if percent is not None and not findings:
+        findings = check_reference(planned, source, checkpoint, percent, jobs, progress)
+        done.append(f"contents: {_share(percent)} recomputed from the reference and compared")
+        left = [] if percent >= 100 else [f"contents: the other {100 - percent:g} % of the weights"]
+    return replace(report, findings=_merged(findings, report), checked=tuple(done), not_checked=tuple(left))
+
+
+def _with_hashes(
+    report: Report, checkpoint: Checkpoint, percent: float, jobs: int, progress: Progress
+) -> Report:
+    from dsv4convert.validate.content import check_hashes
+
+    manifest, _ = read_manifest(checkpoint.root)
+    if manifest is None:
+        nothing = "contents: without a manifest there is nothing to compare with; pass `--reference`"
+        return replace(report, not_checked=(nothing,))
+    findings = check_hashes(checkpoint, manifest, percent, jobs, progress)
+    done = (*report.checked, f"contents: {_share(percent)} have the hashes of the manifest")
+    rest = () if percent >= 100 else (f"contents: the other {100 - percent:g} % of the tensors",)
+    left = (*rest, "whether the conversion was right: pass `--reference`")
+    return replace(report, findings=_merged(findings, report), checked=done, not_checked=left)
+
+
+def _share(percent: float) -> str:
+    return "all tensors" if percent >= 100 else f"{percent:g} % of the weights, at least one of every kind,"
+
+
+def _merged(findings: tuple[Finding, ...], report: Report) -> tuple[Finding, ...]:
+    return tuple(sorted((*findings, *report.findings), key=lambda f: f.severity))

@@ -1,0 +1,77 @@
+"""The result of a check: findings, facts, and what was not looked at.
+
+Checks return a `Report`; commands print it. "Structure OK" and "contents verified" are different sentences,
+so a report always carries both lists: what was checked and what was not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv4convert.errors import Finding, errors_of
+
+#: After this many findings of one code the rest is a count.
+SHOWN_PER_CODE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a check found.
+
+    Attributes:
+        subject: Name of the directory that was checked.
+        title: What it was taken for.
+        findings: Everything wrong, errors first.
+        facts: Numbers for people and for ``--json``: shards, tensors, bytes.
+        checked: What was looked at, in words.
+        not_checked: What was not, in words.
+    """
+
+    subject: str
+    title: str
+    findings: tuple[Finding, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    checked: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+    def ok(self, *, strict: bool = False) -> bool:
+        """Tell whether there are no errors or, under `strict`, no findings at all."""
+        return not (self.findings if strict else errors_of(self.findings))
+
+    def as_dict(self, *, strict: bool = False) -> dict[str, Any]:
+        """Return the JSON form; its ``ok`` is the verdict of the exit status."""
+        errors = len(errors_of(self.findings))
+        return {
+            "ok": self.ok(strict=strict),
+            "subject": self.subject,
+            "title": self.title,
+            "errors": errors,
+            "warnings": len(self.findings) - errors,
+            "facts": dict(self.facts),
+            "checked": list(self.checked),
+            "not_checked": list(self.not_checked),
+            "findings": [f.as_dict() for f in self.findings],
+        }
+
+
+def render(findings: Iterable[Finding]) -> Iterator[str]:
+    """Yield the lines that show findings to a person: errors first, the hint of a code once, long lists cut."""
+    found = sorted(findings, key=lambda f: f.severity)
+    totals = Counter(f.code for f in found)
+    shown: Counter[str] = Counter()
+    for position, f in enumerate(found):
+        shown[f.code] += 1
+        if shown[f.code] <= SHOWN_PER_CODE:
+            yield str(f)
+        last = position + 1 == len(found) or (found[position + 1].code, found[position + 1].hint) != (
+            f.code,
+            f.hint,
+        )
+        if last:
+            left = totals[f.code] - SHOWN_PER_CODE
+            if left > 0 and shown[f.code] == totals[f.code]:
+                yield f"  … and {left:,} more of `{f.code}`; `--json` lists all"
+            yield f"  hint: {f.hint}"

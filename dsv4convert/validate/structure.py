@@ -1,0 +1,310 @@
+"""Checks that read headers, index and small JSON files only: seconds for a terabyte, no torch.
+
+`check_original` judges a download, `check_converted` a conversion, whoever made it. Both say what they did
+not check: that every byte of tensor data is the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsv4convert.checkpoint import Checkpoint
+from dsv4convert.errors import Finding, finding
+from dsv4convert.formats.spec import PACKING, ROUNDING
+from dsv4convert.handoff import SECTION, SKIP_KEYS, runtime_modules, split_findings
+from dsv4convert.journal import DIRECTORY, INDEX, MANIFEST
+from dsv4convert.manifest import SCHEMA
+from dsv4convert.names import Layout, official_shard_count
+from dsv4convert.survey import Survey, survey
+from dsv4convert.table import Role
+from dsv4convert.validate.report import Report
+
+_STRUCTURE = (
+    "headers: offsets cover every byte of every shard",
+    "index: every tensor in the shard it names, once",
+    "names, dtypes and shapes: those `config.json` requires, with a scale grid for every quantized weight",
+)
+_CONTENTS = "contents: no tensor byte was compared with a hash or a reference"
+
+#: Files of the official repositories that a deployment misses later, and what for.
+_SIDE_FILES = {
+    "tokenizer.json": "no text can be encoded without it",
+    "tokenizer_config.json": "loaders need it beside `tokenizer.json`",
+    "generation_config.json": "sampling defaults and stop tokens",
+    "encoding/": "the official prompt format; there is no chat template",
+    "inference/": "the official reference code and its config",
+}
+
+
+def check_original(checkpoint: Checkpoint) -> Report:
+    """Check the structure of a downloaded official checkpoint."""
+    seen = survey(checkpoint)
+    findings = [*seen.findings]
+    if seen.layout in (Layout.MXFP4, Layout.INT8):
+        problem = f"stored in the `{seen.layout.value}` layout: somebody converted it"
+        findings.append(finding("src.not-official", checkpoint.root.name, problem))
+    if seen.geometry and seen.release:
+        findings += _shard_count(seen)
+    findings += _missing_side_files(checkpoint, seen)
+    return _report(seen, findings, _STRUCTURE, (_CONTENTS,))
+
+
+def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
+    """Check the structure of a converted checkpoint, its config and its manifest.
+
+    Args:
+        checkpoint: A conversion by this tool, or an MXFP4-BF16 checkpoint of other origin.
+        tp: Tensor-parallel size whose splits must fall on block or group borders; None to leave it.
+    """
+    seen = survey(checkpoint)
+    findings = [*seen.findings]
+    if (checkpoint.root / DIRECTORY).is_dir():
+        problem = "a conversion was begun here and is not finished"
+        # A half-made checkpoint lacks index and config: those are consequences, not faults.
+        findings = [finding("dst.unfinished", checkpoint.root.name, problem)]
+        return _report(seen, findings, (), ("everything: the conversion is not finished",))
+    checked = [*_STRUCTURE]
+    if seen.layout is Layout.OFFICIAL:
+        problem = "its dense weights are FP8: nothing was converted"
+        findings.append(finding("dst.not-converted", checkpoint.root.name, problem))
+    elif seen.layout and seen.geometry:
+        findings += _config_findings(checkpoint, seen, seen.layout)
+        findings += _metadata_findings(checkpoint, seen.layout)
+        findings += split_findings(seen.geometry, seen.layout, tp) if tp else ()
+        findings += _missing_side_files(checkpoint, seen)
+        checked.append("config: every BF16 module is on the skip list under the name the runtime uses")
+    manifest, faults = read_manifest(checkpoint.root)
+    findings += faults
+    if manifest:
+        findings += _manifest_findings(checkpoint, manifest, seen.layout)
+        checked.append("manifest: plan, shards, tensors and side files are those it records")
+    return _report(seen, findings, tuple(checked), (_CONTENTS,))
+
+
+def _report(
+    seen: Survey, findings: Iterable[Finding], checked: tuple[str, ...], not_checked: tuple[str, ...]
+) -> Report:
+    if seen.layout is None:
+        not_checked = ("names, dtypes and shapes: see the errors", *not_checked)
+        checked = checked[:2]
+    ordered = tuple(sorted(findings, key=lambda f: f.severity))
+    return Report(seen.checkpoint.root.name, seen.title, ordered, facts(seen), checked, not_checked)
+
+
+def facts(seen: Survey) -> dict[str, Any]:
+    """Return the numbers of a checkpoint that reports show."""
+    checkpoint = seen.checkpoint
+    codes = (".weight", ".weight_codes")
+    experts = sum(".ffn.experts." in n and n.endswith(codes) for n in checkpoint.tensors)
+    result: dict[str, Any] = {
+        "release": seen.release.key if seen.release else None,
+        "layout": seen.layout.value if seen.layout else None,
+        "revision": checkpoint.revision,
+        "shards": len(checkpoint.shards),
+        "tensors": len(checkpoint.tensors),
+        "data_bytes": sum(t.nbytes for t in checkpoint.tensors.values()),
+        "file_bytes": sum(s.size for s in checkpoint.shards.values()),
+        "expert_weights": experts,
+        "mtp_tensors": sum(n.startswith("mtp.") for n in checkpoint.tensors),
+    }
+    if seen.geometry and seen.geometry.draft.is_dspark:
+        draft = seen.geometry.draft
+        result["dspark"] = {
+            "block_size": draft.block_size,
+            "noise_token_id": draft.noise_token,
+            "target_layer_ids": list(draft.targets),
+            "markov_rank": draft.markov_rank,
+        }
+    return result
+
+
+def dtype_counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the number of tensors of each dtype."""
+    return dict(Counter(t.dtype for t in checkpoint.tensors.values()).most_common())
+
+
+def _shard_count(seen: Survey) -> Iterator[Finding]:
+    if seen.geometry is None:
+        return
+    wanted, found = official_shard_count(seen.geometry), len(set(seen.checkpoint.weight_map.values()))
+    if found and found != wanted:
+        problem = "another number of shards than the official release"
+        yield finding("shard.count", INDEX, problem, expected=str(wanted), found=str(found))
+
+
+def _missing_side_files(checkpoint: Checkpoint, seen: Survey) -> Iterator[Finding]:
+    for name, purpose in _SIDE_FILES.items():
+        if name == "generation_config.json" and seen.geometry and seen.geometry.family == "v41":
+            continue  # V4.1 ships none.
+        present = any(f == name or (name.endswith("/") and f.startswith(name)) for f in checkpoint.side_files)
+        reported = any(f.where == name for f in checkpoint.findings)
+        if not present and not reported:
+            yield finding("side.missing", name, f"not there: {purpose}")
+
+
+def _config_findings(checkpoint: Checkpoint, seen: Survey, layout: Layout) -> Iterator[Finding]:
+    quantization = checkpoint.config["quantization_config"]
+    lists = {key: quantization[key] for key in SKIP_KEYS if quantization.get(key)}
+    if not lists:
+        problem = "no skip list: a loader would quantize every BF16 weight again"
+        yield finding("config.skip-list", "quantization_config", problem, expected=" or ".join(SKIP_KEYS))
+    for key, entries in lists.items():
+        yield from _skip_list_findings(f"quantization_config.{key}", entries, seen)
+    dtype = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
+    if dtype != "bfloat16":
+        problem = "dense weights are BF16 now"
+        yield finding("config.field", "torch_dtype", problem, expected="`bfloat16`", found=repr(dtype)[:40])
+    yield from _section_findings(checkpoint, layout)
+
+
+def _skip_list_findings(key: str, entries: Any, seen: Survey) -> Iterator[Finding]:
+    if not isinstance(entries, list) or not all(isinstance(e, str) for e in entries):
+        yield finding("config.skip-list", key, "is not a list of names", found=repr(entries)[:60])
+        return
+    dense, other = runtime_modules(seen.units)
+    uncovered = [m for m in dense if not any(_path_match(e, m) for e in entries)]
+    if uncovered:
+        problem = f"{len(uncovered):,} BF16 modules are not skipped: a loader would quantize them again without a word"
+        draft = [m for m in uncovered if m.endswith(("main_proj", "e_proj", "h_proj"))]
+        if draft and len(draft) == len(uncovered):
+            problem = "a draft projection is not skipped: drafts would hardly ever be accepted, and nothing would say so"
+        yield finding("config.skip-list", key, problem, expected=f"an entry that matches `{uncovered[0]}`")
+    dead = [e for e in entries if not any(_path_match(e, m) for m in (*dense, *other))]
+    for entry in dead:
+        yield finding("config.skip-entry", key, f"`{entry[:80]}` matches no module of the runtime")
+
+
+def _path_match(entry: str, module: str) -> bool:
+    """Match as SGLang 0.5.16 does: the entry's dotted components, one after the other, anywhere."""
+    return f".{entry}." in f".{module}."
+
+
+def _section_findings(checkpoint: Checkpoint, layout: Layout) -> Iterator[Finding]:
+    section = checkpoint.config.get(SECTION)
+    if section is None and layout is Layout.MXFP4:
+        return  # Of other origin; the layout needs no explanation.
+    section = section if isinstance(section, dict) else {}
+    wanted = {"experts": layout.value}
+    if layout is Layout.INT8:
+        wanted |= {"packing": PACKING, "rounding": ROUNDING}
+    for key, value in wanted.items():
+        if section.get(key) != value:
+            problem = "does not describe these shards"
+            where, found = f"{SECTION}.{key}", repr(section.get(key))[:40]
+            yield finding("config.section", where, problem, expected=f"`{value}`", found=found)
+
+
+def _metadata_findings(checkpoint: Checkpoint, layout: Layout) -> Iterator[Finding]:
+    bare = [n for n, s in checkpoint.shards.items() if s.metadata.get("format") != "pt"]
+    if bare:
+        problem = f"{len(bare):,} shards have no `format: pt` in their metadata"
+        yield finding("shard.metadata", bare[0], problem)
+    if layout is Layout.INT8:
+        packings = {n: s.metadata.get("dsv4convert.packing") for n, s in checkpoint.shards.items()}
+        other = [n for n, packing in packings.items() if packing != PACKING]
+        if other:
+            problem = f"{len(other):,} shards name another packing in their metadata"
+            found = repr(packings[other[0]])[:40]
+            yield finding("config.section", other[0], problem, expected=f"`{PACKING}`", found=found)
+
+
+def read_manifest(root: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
+    """Read `dsv4convert.json`.
+
+    Returns:
+        The manifest, or None; and the findings about its absence or damage.
+    """
+    try:
+        manifest = json.loads((root / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None, (finding("manifest.missing", MANIFEST, "not there: the checkpoint is of other origin"),)
+    except OSError as error:
+        return None, (finding("file.unreadable", MANIFEST, f"cannot be read: {error.strerror}"),)
+    except (ValueError, RecursionError):
+        return None, (finding("manifest.not-json", MANIFEST, "is not JSON"),)
+    fault = _manifest_shape(manifest)
+    return (None, (fault,)) if fault else (manifest, ())
+
+
+def _manifest_shape(manifest: Any) -> Finding | None:
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        problem = "has no schema this version knows"
+        return finding(
+            "manifest.not-json", MANIFEST, problem, expected=f"`{SCHEMA}`", found=repr(schema)[:60]
+        )
+    needed = {
+        "source": ("header_sha256",),
+        "plan": ("digest", "layout"),
+        "output": ("shards", "files_sha256"),
+    }
+    for section, keys in needed.items():
+        part = manifest.get(section)
+        if not isinstance(part, dict) or any(key not in part for key in keys):
+            return finding("manifest.not-json", MANIFEST, f"section `{section}` is incomplete")
+    rows = manifest.get("tensors")
+    if not isinstance(rows, dict) or not all(
+        isinstance(r, dict) and isinstance(r.get("xxh3_128"), str) for r in rows.values()
+    ):
+        return finding("manifest.not-json", MANIFEST, "section `tensors` is incomplete")
+    shards = manifest["output"]["shards"]
+    if not isinstance(shards, dict) or not all(
+        isinstance(s, dict) and {"bytes", "digest"} <= s.keys() for s in shards.values()
+    ):
+        return finding("manifest.not-json", MANIFEST, "section `output.shards` is incomplete")
+    return None
+
+
+def _manifest_findings(
+    checkpoint: Checkpoint, manifest: Mapping[str, Any], layout: Layout | None
+) -> Iterator[Finding]:
+    if layout and manifest["plan"]["layout"] != layout.value:
+        expected, found = f"`{manifest['plan']['layout']}`", f"`{layout.value}`"
+        yield finding("manifest.mismatch", MANIFEST, "records another layout", expected=expected, found=found)
+        return
+    unavailable = set(checkpoint.weight_map.values()) - checkpoint.shards.keys()
+    recorded = {n: s["bytes"] for n, s in manifest["output"]["shards"].items() if n not in unavailable}
+    present = {n: s.size for n, s in checkpoint.shards.items()}
+    for name in sorted(recorded.keys() | present.keys()):
+        # A shard without tensors is in no index, so the reader does not list it.
+        if recorded.get(name) != present.get(name) and not (name in recorded and name not in present):
+            expected, found = f"{recorded.get(name, 0):,} bytes", f"{present.get(name, 0):,}"
+            yield finding("manifest.mismatch", name, "not the recorded shard", expected=expected, found=found)
+    names = set(checkpoint.tensors) | {
+        n for n, s in checkpoint.weight_map.items() if s in unavailable
+    }
+    strange = sorted(names ^ set(manifest["tensors"]))
+    if strange:
+        problem = f"{len(strange):,} tensors are recorded or stored, but not both"
+        yield finding("manifest.mismatch", strange[0], problem)
+    yield from _file_findings(checkpoint.root, manifest["output"]["files_sha256"])
+
+
+def _file_findings(root: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:
+    for name, wanted in recorded.items():
+        path = root / name
+        if not path.is_file() or ".." in Path(name).parts:
+            yield finding("manifest.mismatch", name, "recorded, but not there")
+            continue
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != wanted:
+            problem = "was changed after the conversion"
+            expected = f"sha256 {wanted[:12]}…"
+            yield finding("content.hash", name, problem, expected=expected, found=f"{found[:12]}…")
+
+
+def role_table(seen: Survey) -> dict[Role, tuple[int, int]]:
+    """Return role -> (tensors, bytes) of what is there, in the order of the table."""
+    table: dict[Role, list[int]] = {}
+    for unit in seen.units:
+        row = table.setdefault(unit.row.role, [0, 0])
+        for name in unit.stored(seen.layout or Layout.OFFICIAL):
+            if name in seen.checkpoint.tensors:
+                row[0] += 1
+                row[1] += seen.checkpoint.tensors[name].nbytes
+    return {role: (row[0], row[1]) for role, row in table.items()}

@@ -1,0 +1,1 @@
+"""The tests; a package, so that helpers are imported as ``tests.toy`` and never found twice."""

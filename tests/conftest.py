@@ -1,0 +1,103 @@
+"""What every test gets: its own random seed, no network, and a way to run a command.
+
+Data depends on the test id alone, so neither order, ``-k`` nor the number of workers changes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker is a process of its own: two torch pools on the same cores only slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("house")
+
+# Marker -> the option without which such a test is left out.
+GATED = {"gpu": "--gpu", "bench": "--run-benchmark"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the two options that let gated tests run."""
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
+    parser.addoption("--run-benchmark", action="store_true", help="run the tests that measure speed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect (not skip: a skip is a test that could not say anything) what was not asked for."""
+    closed = [marker for marker, option in GATED.items() if not config.getoption(option)]
+    left_out = [item for item in items if any(item.get_closest_marker(m) for m in closed)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Return the number that this test id, and no other, is seeded with."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    # A test that imports torch itself gets torch's own fixed default seed; importing it here costs seconds.
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Return a NumPy generator of this test's own."""
+    return np.random.default_rng(seed)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind: exit status, standard output, standard error."""
+
+    exit_code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        """Parse standard output as one JSON document."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli() -> Callable[..., Ran]:
+    """Return ``run(*args, input=None, env=None)``, which runs a ``dsv4convert`` command in this process.
+
+    Arguments may be paths. An exception that the command line lets through fails the test as it is.
+    """
+    from click.testing import CliRunner
+
+    from dsv4convert.cli import main
+
+    def run(*args: object, input: str | None = None, env: Mapping[str, str | None] | None = None) -> Ran:
+        result = CliRunner().invoke(
+            main,
+            [str(arg) for arg in args],
+            input=input,
+            env=env,
+            catch_exceptions=False,
+            prog_name="dsv4convert",
+        )
+        return Ran(result.exit_code, result.stdout, result.stderr)
+
+    return run
