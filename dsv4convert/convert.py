@@ -63,8 +63,8 @@ class Result:
         plan: The plan that was carried out.
         written: Shards written by this run.
         reused: Shards that were done before.
-        missing: Shards left to other jobs; none when the checkpoint is complete.
-        manifest: The manifest of a complete checkpoint, None otherwise.
+        missing: Shards that no job has finished yet.
+        manifest: The manifest of a complete checkpoint, None while it is not closed.
         seconds: Wall time of this run's shards.
     """
 
@@ -100,7 +100,7 @@ def convert(
         on_plan: Called before the first byte with the plan and the source bytes still to be read.
 
     Returns:
-        The result; the checkpoint is complete when nothing is missing.
+        The result; the checkpoint is complete when there is a manifest.
 
     Raises:
         Refused: source, destination or values are not acceptable; DST has no index.
@@ -120,11 +120,12 @@ def convert(
     if on_plan:
         on_plan(plan, sum(_bytes_read(s) for s in todo))
     started = time.monotonic()
-    _convert_shards(checkpoint, root, journal, todo, jobs, limits or Limits(), progress or _ignore)
+    convert_shards(checkpoint, root, todo, jobs, limits or Limits(), progress or _ignore)
     seconds = time.monotonic() - started
     missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
     manifest = None
-    if not missing:
+    # The jobs of an array never close: the last two could do so at the same moment.
+    if not missing and part is None:
         manifest = _close(checkpoint, plan, journal, {"jobs": jobs, "seconds": round(seconds, 3)})
     written = len(todo)
     return Result(plan, written, len(plan.shards) - written - len(missing), missing, manifest, seconds)
@@ -211,15 +212,29 @@ class _Task:
     limits: Limits
 
 
-def _convert_shards(
+def convert_shards(
     checkpoint: Checkpoint,
     root: Path,
-    journal: Journal,
     todo: Sequence[ShardPlan],
     jobs: int,
     limits: Limits,
     progress: Progress,
 ) -> None:
+    """Convert shards of a begun conversion and note each in its journal.
+
+    Args:
+        checkpoint: The source.
+        root: The destination; its journal has been started.
+        todo: Planned shards.
+        jobs: Worker processes; 1 works in this process.
+        limits: What is still acceptable.
+        progress: Called with numbers of source bytes as they are done.
+
+    Raises:
+        Refused: values that must not or may not be converted.
+        EnvironmentFault: disk or process trouble.
+    """
+    journal = Journal(root)
     # Workers get the shards' paths and identities, not their thousands of tensors.
     slim = {name: replace(shard, tensors=()) for name, shard in checkpoint.shards.items()}
     tasks = [_Task(s, {n: slim[n] for n in _shards_read(s)}, root, limits) for s in todo]
@@ -371,15 +386,13 @@ def _copy_side_file(source: Path, target: Path, scratch: Path) -> str:
     digest = hashlib.sha256()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        reading = open(source, "rb")
+        with open(source, "rb") as reading, PendingFile(target, scratch) as pending:
+            while chunk := reading.read(STRIP):
+                digest.update(chunk)
+                _write_all(pending.fd, chunk)
     except OSError as error:
-        raise EnvironmentFault(
-            finding("io.read", source.name, f"cannot be copied: {error.strerror}")
-        ) from error
-    with reading, PendingFile(target, scratch) as pending:
-        while chunk := reading.read(STRIP):
-            digest.update(chunk)
-            _write_all(pending.fd, chunk)
+        problem = f"cannot be copied: {error.strerror or error}"
+        raise EnvironmentFault(finding("io.read", source.name, problem)) from error
     return digest.hexdigest()
 
 

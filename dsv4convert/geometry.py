@@ -140,11 +140,14 @@ class _Fields:
 
     def integers(self, key: str, low: int = 0, code: str = "config.field") -> tuple[int, ...]:
         value = self.data.get(key)
-        if isinstance(value, list) and len(value) <= 4096:
-            if all(isinstance(v, int) and not isinstance(v, bool) and v >= low for v in value):
-                return tuple(value)
-        self.wrong(key, f"a list of whole numbers >= {low}", code)
-        return ()
+        if (
+            not isinstance(value, list)
+            or len(value) > 4096
+            or any(type(v) is not int or v < low for v in value)
+        ):
+            self.wrong(key, f"a list of whole numbers >= {low}", code)
+            return ()
+        return tuple(value)
 
     def section(self, key: str) -> _Fields:
         value = self.data.get(key)

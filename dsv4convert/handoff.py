@@ -1,9 +1,9 @@
 """What a loader must be told: the `config.json` of a converted checkpoint, and how TP splits it.
 
-`quantization_config` stays, because loaders route by it: ``quant_method: fp8`` makes SGLang and transformers
-build the MXFP4 expert classes. What is BF16 now goes on the skip list, or a loader would quantize it again
-without a word. Names are the runtime's, not the checkpoint's: SGLang 0.5.16 matches dotted components anywhere
-in a module path, so one component per kind of module covers target, MTP and DSpark alike.
+`quantization_config` stays, because loaders route by it: ``quant_method: fp8`` makes SGLang and
+transformers build the MXFP4 expert classes. What is BF16 now goes on the skip list, or a loader would
+quantize it again without a word. Names are the runtime's, not the checkpoint's: SGLang 0.5.16 matches dotted
+components anywhere in a module path, so one component per kind of module covers target, MTP and DSpark.
 
 Source: SGLang 0.5.16 ``layers/quantization/fp8.py`` and ``models/deepseek_v4*.py``.
 """
@@ -116,7 +116,7 @@ def own_section(layout: Layout, revision: str | None) -> dict[str, Any]:
 
 def encode_config(config: Mapping[str, Any]) -> bytes:
     """Return the bytes of a `config.json`."""
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def split_findings(g: Geometry, layout: Layout, tp: int) -> tuple[Finding, ...]:

@@ -1,9 +1,9 @@
 """What a checkpoint is, and whether its tensors are those its `config.json` requires.
 
 `survey` names the release and the layout, and says in findings every tensor that is missing, unknown or
-stored otherwise than its role demands. Only names, dtypes and shapes are looked at; no tensor is read. What the
-reader has already reported (a tensor whose shard is missing, a tensor outside the index) is not reported
-again.
+stored otherwise than its role demands. Only names, dtypes and shapes are looked at; no tensor is read. What
+the reader has already reported (a tensor whose shard is missing, a tensor outside the index) is not
+reported again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Synthetic checkpoints of any release: for tests, demos, benchmarks and rehearsals.
 
 Three scales. ``tiny`` has every kind of tensor of a release in a few megabytes. ``slice`` has the true
-shapes and value statistics of a release in fewer layers and experts. ``full`` has the true names, shapes, shards
-and file sizes, as sparse files of zeros that take no room. Names, dtypes, shapes and shards come from the
-same table that judges real checkpoints, so a synthetic one is structurally indistinguishable.
+shapes and value statistics of a release in fewer layers and experts. ``full`` has the true names, shapes,
+shards and file sizes, as sparse files of zeros that take no room. Names, dtypes, shapes and shards come
+from the same table that judges real checkpoints, so a synthetic one is structurally indistinguishable.
 
 Value statistics follow real 0731 weights: E8M0 bytes of experts 120..122 with a row span of 1 or 2, of
 dense weights 115..117; router biases near 8.7; all sixteen E2M1 codes, negative zero among them.
@@ -77,6 +77,7 @@ class Recipe:
         scale: ``tiny``, ``slice`` or ``full``.
         layers: Trunk layers; 0 for the default of the scale.
         experts: Routed experts; 0 for the default of the scale.
+        vocab: Vocabulary; 0 for the default of the scale.
         ragged: Tiny only: sides that are no multiple of any block.
         seed: Values depend on the seed and the tensor name alone.
     """
@@ -85,6 +86,7 @@ class Recipe:
     scale: str
     layers: int = 0
     experts: int = 0
+    vocab: int = 0
     ragged: bool = False
     seed: int = 0
 
@@ -135,6 +137,12 @@ def synthesize(target: Path, recipe: Recipe, progress: Callable[[int], None] | N
     return total
 
 
+def data_bytes(recipe: Recipe) -> int:
+    """Return the bytes of tensor data a recipe makes."""
+    geometry, _ = read_geometry(make_config(recipe))
+    return sum(unit.nbytes(Layout.OFFICIAL) for unit in expected_units(geometry)) if geometry else 0
+
+
 def make_config(recipe: Recipe) -> dict[str, Any]:
     """Return the `config.json` of a synthetic checkpoint, with the release's own keys in their order."""
     config = releases.config(recipe.release)
@@ -151,6 +159,11 @@ def make_config(recipe: Recipe) -> dict[str, Any]:
         text["n_routed_experts"] = recipe.experts or 16
         if "dspark_n_routed_experts" in text:
             text["dspark_n_routed_experts"] = text["n_routed_experts"]
+        text["num_experts_per_tok"] = min(text["num_experts_per_tok"], text["n_routed_experts"])
+    if recipe.vocab:
+        text["vocab_size"] = recipe.vocab
+        if "dspark_noise_token_id" in text:
+            text["dspark_noise_token_id"] = min(text["dspark_noise_token_id"], recipe.vocab - 1)
     return config
 
 

@@ -115,17 +115,16 @@ class Transformer:
         source = step.sources[0]
         if source.dtype == "F8_E8M0" and piece.max(initial=0) >= 253:
             self._check_scales(step, piece, start)
-        if source.dtype == "F8_E4M3":
-            nans = np.flatnonzero((piece & 0x7F) == 0x7F) if _has_e4m3_nan(piece) else ()
-            if len(nans):
-                row, column = divmod(start + int(nans[0]), source.shape[1])
-                self.outcome.findings.append(_e4m3_nan(step.name, len(nans), (row, column)))
+        if source.dtype == "F8_E4M3" and _has_e4m3_nan(piece):
+            nans = np.flatnonzero((piece & 0x7F) == 0x7F)
+            row, column = divmod(start + int(nans[0]), source.shape[-1])
+            self.outcome.findings.append(_e4m3_nan(step.name, len(nans), (row, column)))
 
     def _check_scales(self, step: Step, piece: Bytes, start: int) -> None:
         source = step.sources[0]
         nans, first = count_nan_scales(piece.reshape(1, -1))
         if nans and first:
-            at = divmod(start + first[1], source.shape[1])
+            at = divmod(start + first[1], source.shape[-1])
             self.outcome.findings.append(_scale_nan(step.name, nans, at))
         if step.role is Role.ROUTED_EXPERT and len(step.sources) == 2:
             # Only a block with large codes overflows, so the codes of this strip's rows are needed.

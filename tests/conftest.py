@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,3 +102,12 @@ def cli() -> Callable[..., Ran]:
         return Ran(result.exit_code, result.stdout, result.stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return ``sample(kind)``: a synthetic source of `samples.SAMPLES`, made once; not to be changed."""
+    from tests.samples import make_sample
+
+    root = tmp_path_factory.mktemp("samples")
+    return lambda kind: root / kind if (root / kind).exists() else make_sample(root, kind)

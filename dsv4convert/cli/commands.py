@@ -148,13 +148,16 @@ def plan(
     made = make_plan(seen, experts)
     speed = measure_write_speed(dst) if dst else None
     budget = pages.Budget.of(seen, made, tp or (4, 8), dst, speed, _default_jobs(jobs))
+    splits = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
     if shell.json:
-        shell.data(json.dumps(made.as_dict(steps=steps) | budget.as_dict(), indent=None if steps else 1))
+        found = {"findings": [f.as_dict() for f in (*seen.findings, *splits)]}
+        shell.data(
+            json.dumps(made.as_dict(steps=steps) | budget.as_dict() | found, indent=None if steps else 1)
+        )
     else:
         for line in pages.plan_lines(made, budget):
             shell.data(line)
-    splits = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
-    shell.findings([*seen.findings, *splits])
+        shell.findings([*seen.findings, *splits])
     if splits:
         raise SystemExit(Exit.FINDINGS)
 
@@ -308,6 +311,7 @@ def converted(
 @click.option(
     "--experts", type=click.IntRange(2, 4096), default=None, help="Routed experts per layer (tiny, slice)."
 )
+@click.option("--vocab", type=click.IntRange(16, 1 << 24), default=None, help="Vocabulary (tiny, slice).")
 @click.option("--ragged", is_flag=True, help="Tiny only: sides that end in partial blocks and groups.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the values.")
 @command_options
@@ -318,16 +322,17 @@ def synth(
     scale: str,
     layers: int | None,
     experts: int | None,
+    vocab: int | None,
     ragged: bool,
     seed: int,
 ) -> None:
     """Write a synthetic checkpoint into DIRECTORY: for tests, demos and rehearsals."""
-    from dsv4convert.synth import Recipe, disk_usage, synthesize
+    from dsv4convert.synth import Recipe, data_bytes, disk_usage, synthesize
 
     if ragged and scale != "tiny":
         raise click.UsageError("--ragged goes with --scale tiny")
-    recipe = Recipe(release, scale, layers or 0, experts or 0, ragged, seed)
-    with progress("writing", 0, quiet=shell.quiet) as bar:
+    recipe = Recipe(release, scale, layers or 0, experts or 0, vocab or 0, ragged, seed)
+    with progress("writing", data_bytes(recipe), quiet=shell.quiet) as bar:
         size = synthesize(directory, recipe, bar)
     used = disk_usage(directory)
     result = {"ok": True, "directory": os.fspath(directory), "file_bytes": size, "disk_bytes": used}

@@ -152,7 +152,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if budget.seconds is None or budget.write_speed is None:
         yield "  time       pass --dst to measure the write speed there"
     else:
-        yield f"  time       {duration(budget.seconds)} at {budget.write_speed / 1e9:.2f} GB/s, measured at the destination"
+        speed = budget.write_speed / 1e9
+        yield f"  time       {duration(budget.seconds)} at {speed:.2f} GB/s, measured at the destination"
     for n, size in budget.per_gpu.items():
         note = "  CUTS A BLOCK: see --tp" if n in budget.unsplittable else ""
         yield f"  TP{n:<8} {gib(size)} of weights per GPU{note}"
@@ -165,7 +166,7 @@ def result_json(result: Result, dst: Path) -> dict[str, Any]:
     plan = result.plan
     return {
         "ok": True,
-        "complete": not result.missing,
+        "complete": result.manifest is not None,
         "destination": os.fspath(dst),
         "layout": plan.layout.value,
         "digest": plan.digest,
@@ -183,22 +184,23 @@ def result_json(result: Result, dst: Path) -> dict[str, Any]:
 def result_lines(result: Result, dst: Path) -> Iterator[str]:
     """Yield the result of `convert` or `finalize` as text."""
     plan = result.plan
-    if not result.written and not result.missing:
-        yield f"{dst}: complete, nothing was left to do"
-    elif result.missing:
+    if result.manifest is None:
         yield f"{dst}: {result.written:,} shards written, {len(result.missing):,} left to other jobs"
         yield f"  then: dsv4convert finalize {dst}"
         return
+    if not result.written:
+        yield f"{dst}: complete, all {result.reused:,} shards were done before"
     else:
         rate = plan.file_bytes * result.written / len(plan.shards) / max(result.seconds, 1e-9)
         kept = f", {result.reused:,} kept from before" if result.reused else ""
-        yield f"{dst}: {result.written:,} shards written in {duration(result.seconds)} ({rate / 1e9:.2f} GB/s){kept}"
-    yield f"  {len(plan.shards):,} shards, {plan.tensors:,} tensors, {plan.data_bytes:,} data bytes ({gigabytes(plan.file_bytes)})"
+        took = f"{duration(result.seconds)} ({rate / 1e9:.2f} GB/s)"
+        yield f"{dst}: {result.written:,} shards written in {took}{kept}"
+    sizes = f"{plan.data_bytes:,} data bytes ({gigabytes(plan.file_bytes)})"
+    yield f"  {len(plan.shards):,} shards, {plan.tensors:,} tensors, {sizes}"
     experts = result.manifest["experts"] if result.manifest else None
     if experts:
-        yield (
-            f"  experts    {experts['exact_matrices']:,} of {experts['matrices']:,} matrices exact, "
-            f"{experts['codes_changed']:,} codes rounded, worst relative error {experts['max_relative_error']:.2g}"
-        )
+        exact = f"{experts['exact_matrices']:,} of {experts['matrices']:,} matrices exact"
+        worst = f"worst relative error {experts['max_relative_error']:.2g}"
+        yield f"  experts    {exact}, {experts['codes_changed']:,} codes rounded, {worst}"
     yield "  checked    headers read back, sizes, a hash of every tensor as it was written"
     yield f"  next: dsv4convert converted {dst} --reference SRC --read-data"

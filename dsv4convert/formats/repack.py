@@ -30,7 +30,7 @@ I16 = NDArray[np.int16]
 U64 = NDArray[np.uint64]
 
 # Input bytes per step: a step, two scratch copies and the output stay in a 512 KiB L2 cache.
-_STEP = 96 * 1024
+_STEP = 128 * 1024
 # Steps whose block scales are worked on together, which is a sixteenth of the data.
 _STEPS = 8
 
@@ -114,13 +114,13 @@ class Repacker:
         self._groups = INT8_SHIFT.groups(k)
         self._step = max(1, _STEP // max(1, k // 2))
         self._rows = self._step * _STEPS
-        size = self._step * self._groups * 8
-        self._scratch = np.empty(size, np.uint64), np.empty(size, np.uint64)
+        # Columns beyond K are never written, so the padding stays zero.
+        self._codes = np.zeros((self._step, self._groups * 8), np.uint64)
+        self._shift = np.zeros((self._rows, self._groups * 4), np.uint8)
+        self._low = np.empty(self._step * self._groups * 16, np.uint32)
         self._pair = np.empty((self._step, self._blocks), np.uint64)
         self._present = np.empty((self._rows, self._blocks), np.bool_)
         self._full = np.empty((self._rows, self._blocks), np.bool_)
-        # Columns beyond K are never written, so the padding stays zero.
-        self._shift = np.zeros((self._rows, self._groups * 4), np.uint8)
 
     def repack(
         self, packed: U8, scales: U8, codes: U8, shift2: U8, channel_scale: F32, *, row: int = 0
@@ -190,7 +190,7 @@ class Repacker:
 
     def _store_step(self, words: U64, out: U8, present: Bools, full: Bools) -> None:
         n = len(words)
-        padded = self._scratch[0][: n * self._groups * 8].reshape(n, -1)
+        padded = self._codes[:n]
         codes, pair = padded[:, : self._words], self._pair[:n]
         np.bitwise_and(words, _SEVEN, out=codes)
         # Magnitude codes plus 2: 2 only for zero, and bit 3 only from 6 on; the union of a block keeps both.
@@ -203,20 +203,16 @@ class Repacker:
         np.add(codes, _FIVE, out=codes)
         np.bitwise_or(codes, _SEVEN, out=codes)
         np.bitwise_and(codes, words, out=codes)
-        padded[:, self._words :] = 0
-        self._interleave(padded.reshape(-1), out.reshape(-1).view(np.uint32))
+        self._interleave(padded, out)
 
-    def _interleave(self, codes: U64, out: NDArray[np.uint32]) -> None:
-        """Change linear groups to ``g128-split64``; `codes` is overwritten."""
-        halves = codes.view("V32").reshape(-1, 2)
-        low, high = self._scratch[1][: codes.size].view("V32").reshape(2, -1)
+    def _interleave(self, codes: U64, out: U8) -> None:
+        """Store linear groups in the order ``g128-split64``: one 16-bit word of each half per 32-bit word."""
+        halves, words = codes.view(np.uint16).reshape(-1, 2, 16), out.view(np.uint32).reshape(-1, 16)
+        low = self._low[: words.size].reshape(-1, 16)
+        np.copyto(words, halves[:, 1])
+        np.left_shift(words, np.uint32(16), out=words)
         np.copyto(low, halves[:, 0])
-        np.copyto(high, halves[:, 1])
-        wide = codes.view(np.uint32)
-        np.copyto(out, high.view(np.uint16))
-        np.left_shift(out, np.uint32(16), out=out)
-        np.copyto(wide, low.view(np.uint16))
-        np.bitwise_or(out, wide, out=out)
+        np.bitwise_or(words, low, out=words)
 
     def _store_shifts(self, shift: U8, out: U8) -> None:
         n = len(shift)

@@ -58,7 +58,7 @@ class Report:
 
 
 def render(findings: Iterable[Finding]) -> Iterator[str]:
-    """Yield the lines that show findings to a person: errors first, the hint of a code once, long lists cut."""
+    """Yield the lines that show findings: errors first, the hint of a code once, long lists cut."""
     found = sorted(findings, key=lambda f: f.severity)
     totals = Counter(f.code for f in found)
     shown: Counter[str] = Counter()

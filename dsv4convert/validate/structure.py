@@ -169,10 +169,12 @@ def _skip_list_findings(key: str, entries: Any, seen: Survey) -> Iterator[Findin
     dense, other = runtime_modules(seen.units)
     uncovered = [m for m in dense if not any(_path_match(e, m) for e in entries)]
     if uncovered:
-        problem = f"{len(uncovered):,} BF16 modules are not skipped: a loader would quantize them again without a word"
+        problem = (
+            f"{len(uncovered):,} BF16 modules are not skipped: a loader would quantize them again silently"
+        )
         draft = [m for m in uncovered if m.endswith(("main_proj", "e_proj", "h_proj"))]
         if draft and len(draft) == len(uncovered):
-            problem = "a draft projection is not skipped: drafts would hardly ever be accepted, and nothing would say so"
+            problem = "a draft projection is not skipped: drafts would hardly ever be accepted, silently"
         yield finding("config.skip-list", key, problem, expected=f"an entry that matches `{uncovered[0]}`")
     dead = [e for e in entries if not any(_path_match(e, m) for m in (*dense, *other))]
     for entry in dead:
@@ -275,9 +277,7 @@ def _manifest_findings(
         if recorded.get(name) != present.get(name) and not (name in recorded and name not in present):
             expected, found = f"{recorded.get(name, 0):,} bytes", f"{present.get(name, 0):,}"
             yield finding("manifest.mismatch", name, "not the recorded shard", expected=expected, found=found)
-    names = set(checkpoint.tensors) | {
-        n for n, s in checkpoint.weight_map.items() if s in unavailable
-    }
+    names = set(checkpoint.tensors) | {n for n, s in checkpoint.weight_map.items() if s in unavailable}
     strange = sorted(names ^ set(manifest["tensors"]))
     if strange:
         problem = f"{len(strange):,} tensors are recorded or stored, but not both"
