@@ -166,10 +166,8 @@ def prepare(
     what: str, source: Path, target: Path, layout: str, storage: str, jobs: int
 ) -> Callable[[], object]:
     """Import and plan everything that is not the work itself."""
-    import torch
-
     from dsv4convert.checkpoint import open_checkpoint
-    from dsv4convert.convert import Limits, convert_shards, single_threaded_torch
+    from dsv4convert.convert import Limits, convert_shards
     from dsv4convert.journal import Journal
     from dsv4convert.plan import plan
     from dsv4convert.survey import survey
@@ -182,8 +180,6 @@ def prepare(
     layouts = replace(seen, units=units, findings=())
     made = plan(layouts, layout)
     Journal(target).start(made, source)
-    single_threaded_torch()
-    torch.zeros(1).to(torch.bfloat16)
     return lambda: convert_shards(checkpoint, target, made.shards, jobs, Limits(), lambda count: None)
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dsv4convert.formats.block import Fp8Decoder, dequantize_fp8_block
+from dsv4convert.formats.block import dequantize_fp8_block
+from dsv4convert.formats.fp8 import Fp8Decoder
 from dsv4convert.formats.int8_shift import U8, codes_shape, repack_reference
 from dsv4convert.formats.repack import Repacker, weigh
 

@@ -258,7 +258,6 @@ def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
         EnvironmentFault: reading or writing failed, or the source changed; nothing is left of the shard.
     """
     shard, final = task.shard, task.root / task.shard.name
-    single_threaded_torch()
     report = _Batched(progress)
     with ShardReader(task.sources) as reader:
         _require_unchanged(reader, task.sources)
@@ -281,13 +280,6 @@ def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
         mtime_ns=status.st_mtime_ns,
         inode=status.st_ino,
     )
-
-
-def single_threaded_torch() -> None:
-    """Keep torch to one thread: shards and strips are the parallelism here."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 class _Batched:

@@ -73,7 +73,13 @@ def finding(
         KeyError: `code` has no row in `CATALOG` (a bug of the caller).
     """
     kind = CATALOG[code]
+    where, problem, expected, found = map(encodable, (where, problem, expected, found))
     return Finding(code, where, problem, expected, found, hint or kind.hint, kind.severity)
+
+
+def encodable(text: str) -> str:
+    """Return `text` with what no encoding can hold escaped: bytes of file names that are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class Dsv4Error(Exception):

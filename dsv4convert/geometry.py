@@ -296,6 +296,8 @@ def _contradictions(g: Geometry, text: _Fields) -> list[Finding]:
     for key, fits in limits.items():
         if not fits:
             check.wrong(key, "a number a real model could have")
+    if check.findings:
+        return check.findings  # What depends on an absurd number is no fault of its own.
     total = len(text.data["compress_ratios"])
     if total != g.layers + g.draft.stages:
         key = "compress_ratios"

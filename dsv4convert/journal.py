@@ -105,6 +105,8 @@ class Journal:
                 return dict(state)
         except FileNotFoundError:
             return None
+        except NotADirectoryError:
+            return None  # The destination itself is a file; `start` says so.
         except (OSError, ValueError, TypeError, KeyError):
             pass
         problem = f"`{DIRECTORY}/plan.json` cannot be read"
@@ -115,6 +117,10 @@ class Journal:
             names = sorted(os.listdir(self.root))
         except FileNotFoundError:
             return
+        except NotADirectoryError:
+            raise Refused(
+                finding("dst.not-empty", self.root.name, "the destination is not a directory")
+            ) from None
         except OSError as error:
             raise write_fault(error, self.root) from error
         # A journal directory without plan.json is what a crash in the very first moment leaves.

@@ -8,14 +8,15 @@ reported again.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Finding, finding
-from dsv4convert.formats.spec import Shape, Stored
+from dsv4convert.formats.spec import DTYPE_BITS, Shape, Stored
 from dsv4convert.geometry import Geometry, dspark_findings, identify, read_geometry
 from dsv4convert.header import TensorInfo
 from dsv4convert.names import Layout, Unit, expected_units, lookup, pattern_of
@@ -25,6 +26,7 @@ from dsv4convert.table import Role, Storage
 _RESAVED = ("model.", "lm_head.")
 _FOREIGN_SUFFIXES = (".weight_scale_inv", ".weight_scale", ".weight_packed")
 _VISION_ROLES = (Role.VISION, Role.ALIGNER, Role.IMAGE_TOKEN)
+_EXPERT = re.compile(r"(?:layers|mtp)\.\d+\.ffn\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Survey:
 def survey(checkpoint: Checkpoint) -> Survey:
     """Say what a checkpoint is and compare its tensors with what its config requires."""
     known = list(checkpoint.findings)
-    if not checkpoint.config:
+    if not checkpoint.config or any(f.code == "dir.no-weights" for f in known):
         return Survey(checkpoint, None, None, None, (), tuple(known))
     geometry, faults = read_geometry(checkpoint.config)
     foreign = _foreign_layout(checkpoint.tensors, checkpoint.config)
@@ -71,6 +73,12 @@ def survey(checkpoint: Checkpoint) -> Survey:
     release = identify(geometry)
     known += dspark_findings(geometry, release) if release else ()
     known += _quantization_findings(checkpoint.config)
+    held = _experts_held(checkpoint.tensors)
+    if held not in (None, geometry.experts) and geometry.draft.experts in (0, geometry.experts):
+        known.append(_pruned(geometry, held))
+        # Everything else is compared with the model that the tensors belong to.
+        draft = replace(geometry.draft, experts=held if geometry.draft.experts else 0)
+        geometry = replace(geometry, experts=held, draft=draft)
     units = tuple(expected_units(geometry))
     impossible = _impossible_shapes(units)
     if impossible:
@@ -78,6 +86,23 @@ def survey(checkpoint: Checkpoint) -> Survey:
     layout = detect_layout(checkpoint.tensors)
     known += _compare(checkpoint, geometry, layout, units)
     return Survey(checkpoint, geometry, release, layout, units, _sorted(known))
+
+
+def _experts_held(tensors: Mapping[str, TensorInfo]) -> int | None:
+    """Return the number of routed experts if all routers and expert names agree on it."""
+    rows = {t.shape[:1] for n, t in tensors.items() if n.endswith(".ffn.gate.weight")}
+    numbers = {int(m[1]) for m in map(_EXPERT.match, tensors) if m and len(m[1]) < 9}
+    count = len(numbers)
+    return count if rows == {(count,)} and max(numbers, default=0) == count - 1 else None
+
+
+def _pruned(geometry: Geometry, held: int) -> Finding:
+    key = "text_config.n_routed_experts" if geometry.family == "v41" else "n_routed_experts"
+    problem = "is not the number of routed experts that routers and shards hold"
+    hint = "a pruned checkpoint needs its own `config.json`; otherwise download the official shards"
+    return finding(
+        "config.field", key, problem, expected=f"{held:,}", found=f"{geometry.experts:,}", hint=hint
+    )
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -235,6 +260,8 @@ def _otherwise_stored(
         info = tensors.get(name)
         if info is None or (info.dtype, info.shape) == stored or _same_codes(info, stored, unit):
             continue
+        if info.dtype not in DTYPE_BITS:
+            continue  # The reader has said so.
         yield _stored_finding(info, stored, unit, name.endswith(".scale"))
 
 
@@ -271,15 +298,20 @@ def _surplus(
     expected: Mapping[str, tuple[Stored, Unit]], checkpoint: Checkpoint, geometry: Geometry
 ) -> Iterator[Finding]:
     vision = 0
+    # Routers of hash layers have a bias only beside a vision tower.
+    tower = (".bias_vl", ".gate.bias") if "vision.norm.weight" in checkpoint.tensors else (".bias_vl",)
     for name in checkpoint.tensors:
         if name in expected or name not in checkpoint.weight_map:
             continue
         match = lookup(name)
         if match is None:
             yield finding("name.unknown", name, "no rule knows this name")
-        elif geometry.vision is None and (match.row.role in _VISION_ROLES or name.endswith(".bias_vl")):
+        elif geometry.vision is None and (match.row.role in _VISION_ROLES or name.endswith(tower)):
             vision += 1
         elif match.suffix == ".scale":
+            weight = checkpoint.tensors.get(name.removesuffix(".scale") + ".weight")
+            if weight and weight.dtype == "F8_E4M3" and weight.name in expected:
+                continue  # The dtype of the weight is the fault.
             yield finding("unit.orphan-scale", name, "block scale of a weight that needs none here")
         else:
             yield finding("name.unexpected", name, "known, but `config.json` describes a model without it")
@@ -289,15 +321,19 @@ def _surplus(
 
 
 def _merge_alike(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Merge findings that differ only in the numbers inside the tensor name, keeping the first name."""
+    """Merge findings that differ only in numbers or expert matrix of the tensor name; keep the first name."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
-        groups.setdefault(
-            (f.code, pattern_of(f.where), f.problem, pattern_of(f.expected), f.found), []
-        ).append(f)
+        groups.setdefault((f.code, _family(f.where), f.problem, _family(f.expected), f.found), []).append(f)
     for first, *others in groups.values():
         if not others:
             yield first
             continue
         problem = f"{first.problem} (and {len(others):,} more tensors like it)"
         yield finding(first.code, first.where, problem, expected=first.expected, found=first.found)
+
+
+def _family(name: str) -> str:
+    """Return the pattern of a name; the three matrices of a routed expert have one."""
+    pattern = pattern_of(name)
+    return re.sub(r"\.w[123]\b", ".w#", pattern) if ".experts.#." in pattern else pattern

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.codes import count_mxfp4_overflow, count_nan_scales
+from dsv4convert.formats.fp8 import Fp8Decoder, Fp8Stats
 from dsv4convert.formats.int8_shift import RepackStats
 from dsv4convert.formats.repack import Repacker, weigh
 from dsv4convert.formats.spec import ceil_div
@@ -145,9 +146,6 @@ class Transformer:
     # FP8 ------------------------------------------------------------------------------------------
 
     def _dequantize(self, step: Step) -> None:
-        # torch is imported only when there is FP8 to decode.
-        from dsv4convert.formats.block import Fp8Stats
-
         weight, scale = step.sources
         n, k = weight.shape
         decoder = _decoder(step.block, k)
@@ -170,7 +168,7 @@ class Transformer:
         if stats.inexact_blocks:
             self._note_inexact(weight, scale, stats)
 
-    def _note_inexact(self, weight: TensorInfo, scale: TensorInfo, stats: Any) -> None:
+    def _note_inexact(self, weight: TensorInfo, scale: TensorInfo, stats: Fp8Stats) -> None:
         block = stats.inexact[0]
         total = scale.shape[0] * scale.shape[1]
         problem = f"{stats.inexact_blocks:,} of {total:,} blocks are outside BF16's exact range"
@@ -284,9 +282,7 @@ def _repacker(k: int) -> Repacker:
 
 
 @lru_cache(maxsize=32)
-def _decoder(block: tuple[int, int], k: int) -> Any:
-    from dsv4convert.formats.block import Fp8Decoder
-
+def _decoder(block: tuple[int, int], k: int) -> Fp8Decoder:
     return Fp8Decoder(block, k)
 
 

@@ -150,10 +150,9 @@ def plan(
     budget = pages.Budget.of(seen, made, tp or (4, 8), dst, speed, _default_jobs(jobs))
     splits = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
     if shell.json:
-        found = {"findings": [f.as_dict() for f in (*seen.findings, *splits)]}
-        shell.data(
-            json.dumps(made.as_dict(steps=steps) | budget.as_dict() | found, indent=None if steps else 1)
-        )
+        verdict = {"ok": not splits, "findings": [f.as_dict() for f in (*seen.findings, *splits)]}
+        page = verdict | made.as_dict(steps=steps) | budget.as_dict()
+        shell.data(json.dumps(page, indent=None if steps else 1))
     else:
         for line in pages.plan_lines(made, budget):
             shell.data(line)

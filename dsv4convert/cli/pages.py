@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4convert.cli.progress import duration, gib, gigabytes
 from dsv4convert.convert import Result
-from dsv4convert.errors import errors_of
+from dsv4convert.errors import encodable, errors_of
 from dsv4convert.handoff import bytes_per_gpu, split_findings
 from dsv4convert.header import TensorInfo
 from dsv4convert.plan import Plan
@@ -167,7 +167,7 @@ def result_json(result: Result, dst: Path) -> dict[str, Any]:
     return {
         "ok": True,
         "complete": result.manifest is not None,
-        "destination": os.fspath(dst),
+        "destination": encodable(os.fspath(dst)),
         "layout": plan.layout.value,
         "digest": plan.digest,
         "shards": len(plan.shards),

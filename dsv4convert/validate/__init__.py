@@ -93,7 +93,7 @@ def _with_reference(
         return replace(report, findings=(*faults, *report.findings))
     planned = plan(seen, detect_layout(checkpoint.tensors))
     findings = check_source(planned, checkpoint, read_manifest(checkpoint.root)[0])
-    done = [*report.checked, "reference: it is the source of this checkpoint"]
+    done = [*report.checked, "reference: its shard headers are those this checkpoint was made from"]
     left = list(report.not_checked)
     if percent is not None and not findings:
         findings = check_reference(planned, source, checkpoint, percent, jobs, progress)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.codes import LUT2, unpack_e2m1
-from dsv4convert.formats.int8_shift import decode_int8_shift
+from dsv4convert.formats.int8_shift import decode_int8_shift, unpack_codes
 from dsv4convert.formats.spec import ceil_div
 from dsv4convert.header import Shard, ShardReader, TensorInfo
 from dsv4convert.journal import MANIFEST
@@ -208,7 +208,7 @@ class _Comparison:
         scales = _read(self._source, scale, 0, scale.nbytes).reshape(n, blocks)
         shifts = self._read_output(shift, 0, shift.nbytes).reshape(n, groups)
         channels = self._read_output(channel, 0, channel.nbytes).view("<f4")
-        wrong, first = 0, None
+        wrong, first, unused = 0, None, 0
         rows = max(1, _STRIP // max(width, 1))
         for row in range(0, n, rows):
             part = slice(row, min(n, row + rows))
@@ -220,9 +220,14 @@ class _Comparison:
                 places = np.argwhere(bad)
                 first = first or (int(places[0, 0]) + row, int(places[0, 1]))
                 wrong += len(places)
+            unused += _not_plain_zero(packed, stored, shifts[part])
+        if unused and not first:
+            problem = f"{unused:,} codes or shifts that stand for zero are not stored as 0"
+            self._report(base, problem, found="kernels read padding and zeros too")
         if first:
             problem = f"{wrong:,} of {n * k:,} decoded weights are not the nearest to the source"
-            self._report(codes.name, problem, found=f"the first at [{first[0]}, {first[1]}]")
+            # Numbers are compared, so which of the three tensors is wrong is not known.
+            self._report(base, problem, found=f"the first at [{first[0]}, {first[1]}]")
 
     def _read_output(self, info: TensorInfo, start: int, count: int) -> U8:
         self._progress(count)
@@ -284,6 +289,17 @@ def _wrong_codes(
     powers = np.where(nonzero.any(axis=1), np.ldexp(1.0, exponent - 131), 0.0)
     bad |= (channels != powers)[:, None]
     return bad | (_too_large(delta, doubled, nonzero))[:, None]
+
+
+def _not_plain_zero(packed: U8, codes: U8, shifts: U8) -> int:
+    """Count -0 codes, codes of the padding, and shifts of blocks without a weight, none of which may be."""
+    k, width = packed.shape[1] * 2, codes.shape[1] * 2
+    stored = unpack_codes(codes, width)
+    zero = np.ones((len(packed), width // 32), np.bool_)
+    zero[:, : k // 32] = ((unpack_e2m1(packed) & 7) == 0).reshape(len(packed), -1, 32).all(axis=2)
+    per_block = (shifts[:, :, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
+    wrong = (stored == 8).sum() + (stored[:, k:] & 7 != 0).sum()
+    return int(wrong + (per_block.reshape(zero.shape)[zero] != 0).sum())
 
 
 def _too_large(

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsv4convert.checkpoint import Checkpoint
-from dsv4convert.errors import Finding, finding
+from dsv4convert.checkpoint import CONFIG, Checkpoint
+from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING
 from dsv4convert.handoff import SECTION, SKIP_KEYS, runtime_modules, split_findings
 from dsv4convert.journal import DIRECTORY, INDEX, MANIFEST
@@ -29,6 +29,8 @@ _STRUCTURE = (
     "index: every tensor in the shard it names, once",
     "names, dtypes and shapes: those `config.json` requires, with a scale grid for every quantized weight",
 )
+#: Errors of these kinds explain why a shard is not the recorded one.
+_STRUCTURAL = ("dir.", "file.", "index.", "shard.", "tensor.", "name.", "unit.")
 _CONTENTS = "contents: no tensor byte was compared with a hash or a reference"
 
 #: Files of the official repositories that a deployment misses later, and what for.
@@ -80,10 +82,16 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
         checked.append("config: every BF16 module is on the skip list under the name the runtime uses")
     manifest, faults = read_manifest(checkpoint.root)
     findings += faults
+    not_checked = [_CONTENTS]
     if manifest:
-        findings += _manifest_findings(checkpoint, manifest, seen.layout)
-        checked.append("manifest: plan, shards, tensors and side files are those it records")
-    return _report(seen, findings, tuple(checked), (_CONTENTS,))
+        findings += _manifest_findings(checkpoint, manifest, seen.layout, errors_of(findings))
+        if any(f.code.startswith(_STRUCTURAL) for f in findings):
+            not_checked.insert(
+                0, "manifest: shards and tensors are compared with it when the errors are gone"
+            )
+        else:
+            checked.append("manifest: plan, shards, tensors and side files are those it records")
+    return _report(seen, findings, tuple(checked), tuple(not_checked))
 
 
 def _report(
@@ -93,7 +101,9 @@ def _report(
         not_checked = ("names, dtypes and shapes: see the errors", *not_checked)
         checked = checked[:2]
     ordered = tuple(sorted(findings, key=lambda f: f.severity))
-    return Report(seen.checkpoint.root.name, seen.title, ordered, facts(seen), checked, not_checked)
+    return Report(
+        encodable(seen.checkpoint.root.name), seen.title, ordered, facts(seen), checked, not_checked
+    )
 
 
 def facts(seen: Survey) -> dict[str, Any]:
@@ -150,6 +160,10 @@ def _missing_side_files(checkpoint: Checkpoint, seen: Survey) -> Iterator[Findin
 def _config_findings(checkpoint: Checkpoint, seen: Survey, layout: Layout) -> Iterator[Finding]:
     quantization = checkpoint.config["quantization_config"]
     lists = {key: quantization[key] for key in SKIP_KEYS if quantization.get(key)}
+    if not lists and SECTION not in checkpoint.config and layout is Layout.INT8:
+        problem = "neither section nor skip list is there: this is the `config.json` of the source"
+        yield finding("config.section", SECTION, problem)
+        return
     if not lists:
         problem = "no skip list: a loader would quantize every BF16 weight again"
         yield finding("config.skip-list", "quantization_config", problem, expected=" or ".join(SKIP_KEYS))
@@ -190,7 +204,10 @@ def _section_findings(checkpoint: Checkpoint, layout: Layout) -> Iterator[Findin
     section = checkpoint.config.get(SECTION)
     if section is None and layout is Layout.MXFP4:
         return  # Of other origin; the layout needs no explanation.
-    section = section if isinstance(section, dict) else {}
+    if not isinstance(section, dict):
+        problem = "does not say how the experts are stored"
+        yield finding("config.section", SECTION, problem, expected="a JSON object", found=repr(section)[:40])
+        return
     wanted = {"experts": layout.value}
     if layout is Layout.INT8:
         wanted |= {"packing": PACKING, "rounding": ROUNDING}
@@ -208,7 +225,8 @@ def _metadata_findings(checkpoint: Checkpoint, layout: Layout) -> Iterator[Findi
         yield finding("shard.metadata", bare[0], problem)
     if layout is Layout.INT8:
         packings = {n: s.metadata.get("dsv4convert.packing") for n, s in checkpoint.shards.items()}
-        other = [n for n, packing in packings.items() if packing != PACKING]
+        # Without metadata config.json alone says it; two that disagree are an error.
+        other = [n for n, packing in packings.items() if packing not in (PACKING, None)]
         if other:
             problem = f"{len(other):,} shards name another packing in their metadata"
             found = repr(packings[other[0]])[:40]
@@ -263,12 +281,26 @@ def _manifest_shape(manifest: Any) -> Finding | None:
 
 
 def _manifest_findings(
-    checkpoint: Checkpoint, manifest: Mapping[str, Any], layout: Layout | None
+    checkpoint: Checkpoint,
+    manifest: Mapping[str, Any],
+    layout: Layout | None,
+    errors: tuple[Finding, ...],
 ) -> Iterator[Finding]:
+    """Compare with the manifest whatever `errors`, found before, do not explain."""
     if layout and manifest["plan"]["layout"] != layout.value:
         expected, found = f"`{manifest['plan']['layout']}`", f"`{layout.value}`"
         yield finding("manifest.mismatch", MANIFEST, "records another layout", expected=expected, found=found)
         return
+    if not any(f.code.startswith(_STRUCTURAL) for f in errors):
+        yield from _recorded_findings(checkpoint, manifest)
+    explained = {f.where for f in errors}
+    if any(f.code.startswith("config.") for f in errors):
+        explained.add(CONFIG)
+    files = {n: h for n, h in manifest["output"]["files_sha256"].items() if n not in explained}
+    yield from _file_findings(checkpoint.root, files)
+
+
+def _recorded_findings(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[Finding]:
     unavailable = set(checkpoint.weight_map.values()) - checkpoint.shards.keys()
     recorded = {n: s["bytes"] for n, s in manifest["output"]["shards"].items() if n not in unavailable}
     present = {n: s.size for n, s in checkpoint.shards.items()}
@@ -282,7 +314,6 @@ def _manifest_findings(
     if strange:
         problem = f"{len(strange):,} tensors are recorded or stored, but not both"
         yield finding("manifest.mismatch", strange[0], problem)
-    yield from _file_findings(checkpoint.root, manifest["output"]["files_sha256"])
 
 
 def _file_findings(root: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:

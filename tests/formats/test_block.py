@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from dsv4convert.formats import block
-from dsv4convert.formats.block import Fp8Decoder, InexactBlock, dequantize_fp8_block, dequantize_mxfp4
+from dsv4convert.formats import fp8
+from dsv4convert.formats.block import dequantize_fp8_block, dequantize_mxfp4
+from dsv4convert.formats.fp8 import Fp8Decoder, InexactBlock
 
 WEIGHTS = Path(__file__).parents[1] / "data" / "real_0731" / "weights.safetensors"
 BLOCKS = [(128, 128), (32, 32), (1, 32)]
@@ -43,7 +44,7 @@ def decode(codes, scales, shape, *, strip=None):
     decoder = Fp8Decoder(shape, codes.shape[1])
     out = np.full(codes.shape, 0x1234, np.int16)
     rows = bn * strip if strip else max(1, len(codes))
-    total = block.Fp8Stats()
+    total = fp8.Fp8Stats()
     for start in range(0, len(codes), rows):
         stop = min(start + rows, len(codes))
         part = scales[start // bn : -(-stop // bn)]
@@ -108,7 +109,7 @@ def test_decoder_strips_and_steps_of_any_size_give_one_result(monkeypatch, shape
     codes = np.random.default_rng(2).integers(0, 256, (300, 160), np.uint8)
     scales = grid(codes, shape, [1, 90, 117, 120, 140, 250, 255])
     whole, whole_stats = decode(codes, scales, shape)
-    monkeypatch.setattr(block, "_STEP", step)
+    monkeypatch.setattr(fp8, "_STEP", step)
     parts, part_stats = decode(codes, scales, shape, strip=strip)
     assert parts.tobytes() == whole.tobytes()
     assert part_stats == whole_stats
@@ -144,7 +145,7 @@ def test_decoder_many_inexact_blocks_are_counted_but_listed_up_to_the_cap():
     codes = np.full((100, 64), 0x7E, np.uint8)
     _, stats = decode(codes, np.full((100, 2), 250, np.uint8), (1, 32), strip=7)
     assert stats.inexact_blocks == 200
-    assert len(stats.inexact) == block.LISTED_BLOCKS
+    assert len(stats.inexact) == fp8.LISTED_BLOCKS
     assert stats.inexact[-1] == InexactBlock(31, 1, 250)
 
 
@@ -164,16 +165,6 @@ def test_decoder_wrong_shapes_raise():
         decoder.decode(codes, np.zeros((2, 2), np.uint8), out[:128])
     with pytest.raises(ValueError, match="block-row border"):
         decoder.decode(codes, np.zeros((2, 2), np.uint8), out, row=64)
-
-
-def test_decoder_denormals_flushed_raises():
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush denormals")
-    try:
-        with pytest.raises(RuntimeError, match="set_flush_denormal"):
-            Fp8Decoder((128, 128), 128)
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def test_definitions_wrong_grid_raises():
