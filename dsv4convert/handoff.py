@@ -17,7 +17,7 @@ from typing import Any
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.spec import INT8_SHIFT, MXFP4, PACKING, ROUNDING, ceil_div
 from dsv4convert.geometry import Geometry
-from dsv4convert.names import Layout, Unit
+from dsv4convert.names import Layout, Unit, unit_kinds
 from dsv4convert.table import Role, Storage
 from dsv4convert.writer import WRITER_VERSION
 
@@ -157,9 +157,9 @@ def bytes_per_gpu(units: Iterable[Unit], layout: Layout, tp: int) -> int:
     Workspace, KV cache and padding of a runtime come on top.
     """
     total = 0
-    for unit in units:
+    for unit, count in unit_kinds(units):
         size = unit.nbytes(layout)
         leaf = unit.base.removesuffix(".weight").rsplit(".", 1)[-1]
         attention = unit.row.role is Role.ATTENTION and leaf not in _WHOLE
-        total += ceil_div(size, tp) if attention or unit.row.role in _SPLIT_ROLES else size
+        total += count * (ceil_div(size, tp) if attention or unit.row.role in _SPLIT_ROLES else size)
     return total

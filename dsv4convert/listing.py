@@ -65,19 +65,24 @@ class Listing:
             self.files[_kind(rel)].append(rel)
 
     def _walk(self, base: str) -> Iterator[str]:
-        """Yield files and links below `base`, and directories that bear the name of a model file."""
+        """Yield files and links below `base`, and directories that bear the name of a model file.
+
+        Only a checkpoint is searched further down: a mistyped path may be a whole home directory.
+        """
         try:
             with os.scandir(self.root / base) as scan:
                 entries = list(scan)
         except OSError as error:
             self.add("file.unreadable", f"{base}/", f"cannot be listed: {error.strerror}")
             return
+        deeper = bool(base) or any(_kind(entry.name) in (CONFIG, INDEX, "shard") for entry in entries)
         for entry in entries:
             rel = f"{base}/{entry.name}" if base else entry.name
             if entry.name in _SKIPPED_DIRS:
                 continue
             if entry.is_dir(follow_symlinks=False) and _kind(rel) not in (CONFIG, INDEX, "shard"):
-                yield from self._walk(rel)
+                if deeper:
+                    yield from self._walk(rel)
             else:
                 yield rel
 

@@ -7,10 +7,11 @@ puts it. Files are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import NamedTuple
 
 from dsv4convert.formats.spec import INT8_SHIFT, MXFP4, BlockFormat, Shape, Stored, fp8_block, nbytes
 from dsv4convert.geometry import Geometry
@@ -28,8 +29,7 @@ class Layout(str, Enum):
 _TABLE_BLOCK = (1, 32)  # Engram tables carry one scale per 32 columns of each row, not the dense block.
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """One logical weight of a model: what all layouts store, each in its own tensors.
 
     Attributes:
@@ -67,6 +67,17 @@ class Unit:
     def nbytes(self, layout: Layout) -> int:
         """Return the stored bytes of the unit in a layout."""
         return sum(nbytes(dtype, shape) for dtype, shape in self.stored(layout).values())
+
+
+def unit_kinds(units: Iterable[Unit]) -> list[tuple[Unit, int]]:
+    """Return one unit of every (pattern, shape) and how many there are.
+
+    Tens of thousands of units are of a few dozen kinds, so totals are worked out kind by kind.
+    """
+    kinds: dict[tuple[str, Shape], list[Unit]] = {}
+    for unit in units:
+        kinds.setdefault((unit.row.pattern, unit.shape), []).append(unit)
+    return [(members[0], len(members)) for members in kinds.values()]
 
 
 def _block_format(storage: Storage, block: tuple[int, int]) -> BlockFormat | None:

@@ -12,13 +12,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Refused, errors_of, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING, Shape, nbytes
 from dsv4convert.header import TensorInfo
-from dsv4convert.names import Layout, Unit
+from dsv4convert.names import Layout, Unit, unit_kinds
 from dsv4convert.survey import Survey, survey
 from dsv4convert.table import Role, Storage
 from dsv4convert.writer import WRITER_VERSION, encode_header, in_data_order
@@ -32,9 +32,8 @@ class Op(str, Enum):
     REPACK_INT8_SHIFT = "repack-int8-shift"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One output tensor.
+class Step(NamedTuple):
+    """One output tensor; a tuple, because there are a hundred thousand of them.
 
     Attributes:
         name: Tensor name in the output.
@@ -291,14 +290,8 @@ def shard_metadata(layout: Layout, source_headers: Mapping[str, str]) -> dict[st
 
 
 def _role_totals(units: Iterable[Unit], source: Layout, target: Layout) -> dict[Role, RoleTotal]:
-    # Tens of thousands of units share a few dozen (row, shape) kinds: count kinds, then measure each once.
-    kinds: dict[tuple[str, Shape], tuple[Unit, int]] = {}
-    for unit in units:
-        key = unit.row.pattern, unit.shape
-        first, count = kinds.get(key, (unit, 0))
-        kinds[key] = first, count + 1
     totals: dict[Role, list[int]] = {}
-    for unit, count in kinds.values():
+    for unit, count in unit_kinds(units):
         row = totals.setdefault(unit.row.role, [0, 0, 0, 0])
         for at, layout in ((0, source), (2, target)):
             row[at] += count * len(unit.stored(layout))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -258,26 +259,30 @@ def _manifest_shape(manifest: Any) -> Finding | None:
         return finding(
             "manifest.not-json", MANIFEST, problem, expected=f"`{SCHEMA}`", found=repr(schema)[:60]
         )
-    needed = {
-        "source": ("header_sha256",),
-        "plan": ("digest", "layout"),
-        "output": ("shards", "files_sha256"),
-    }
-    for section, keys in needed.items():
+    for section, keys in _SECTIONS.items():
         part = manifest.get(section)
-        if not isinstance(part, dict) or any(key not in part for key in keys):
+        if not isinstance(part, dict) or not all(isinstance(part.get(k), t) for k, t in keys.items()):
             return finding("manifest.not-json", MANIFEST, f"section `{section}` is incomplete")
-    rows = manifest.get("tensors")
-    if not isinstance(rows, dict) or not all(
-        isinstance(r, dict) and isinstance(r.get("xxh3_128"), str) for r in rows.values()
-    ):
+    rows, shards = manifest.get("tensors"), manifest["output"]["shards"]
+    if not isinstance(rows, dict) or not _all_hold(rows, {"xxh3_128": str}):
         return finding("manifest.not-json", MANIFEST, "section `tensors` is incomplete")
-    shards = manifest["output"]["shards"]
-    if not isinstance(shards, dict) or not all(
-        isinstance(s, dict) and {"bytes", "digest"} <= s.keys() for s in shards.values()
-    ):
+    if not _all_hold(shards, {"bytes": int, "digest": str}):
         return finding("manifest.not-json", MANIFEST, "section `output.shards` is incomplete")
     return None
+
+
+_SECTIONS: Mapping[str, Mapping[str, type]] = {
+    "source": {"header_sha256": dict},
+    "plan": {"digest": str, "layout": str},
+    "output": {"shards": dict, "files_sha256": dict},
+}
+
+
+def _all_hold(rows: Mapping[str, Any], fields: Mapping[str, type]) -> bool:
+    return all(
+        isinstance(row, dict) and all(isinstance(row.get(k), t) for k, t in fields.items())
+        for row in rows.values()
+    )
 
 
 def _manifest_findings(
@@ -319,13 +324,14 @@ def _recorded_findings(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> I
 def _file_findings(root: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:
     for name, wanted in recorded.items():
         path = root / name
-        if not path.is_file() or ".." in Path(name).parts:
+        inside = not os.path.isabs(name) and ".." not in Path(name).parts
+        if not inside or not path.is_file():
             yield finding("manifest.mismatch", name, "recorded, but not there")
             continue
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != wanted:
             problem = "was changed after the conversion"
-            expected = f"sha256 {wanted[:12]}…"
+            expected = f"sha256 {str(wanted)[:12]}…"
             yield finding("content.hash", name, problem, expected=expected, found=f"{found[:12]}…")
 
 
