@@ -39,6 +39,7 @@ def listed(names: Iterable[str], count: int) -> str:
 
 
 def fail(code: str, where: str, problem: str, expected: str = "", found: str = "") -> NoReturn:
+    """Raise one finding as an error."""
     raise Dsv4Error(finding(code, printable(where), problem, expected=expected, found=found))
 
 
@@ -113,6 +114,7 @@ def check_disguise(head: bytes, name: str, *, markup: bool = True) -> None:
 
 
 def quoted(head: bytes) -> str:
+    """Return the first bytes of a file for a message."""
     return f"`{printable(head[:40].decode('utf-8', 'replace').strip())}`"
 
 

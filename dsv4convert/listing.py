@@ -55,6 +55,7 @@ class Listing:
     weight_map: dict[str, str] = field(default_factory=dict)
 
     def add(self, code: str, where: str, problem: str, **facts: str) -> None:
+        """Note a finding."""
         self.findings.append(finding(code, printable(where), problem, **facts))
 
     def list_files(self) -> None:

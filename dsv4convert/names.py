@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from dsv4convert.formats.spec import INT8_SHIFT, MXFP4, BlockFormat, Shape, Stored, fp8_block, nbytes
 from dsv4convert.geometry import Geometry
-from dsv4convert.table import TABLE, At, Role, Row, Storage
+from dsv4convert.place import At
+from dsv4convert.table import TABLE, Role, Row, Storage
 
 
 class Layout(str, Enum):

@@ -16,10 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
 from dsv4convert.formats.spec import Shape
-from dsv4convert.geometry import Engram, Geometry, Vision
+from dsv4convert.place import (
+    At,
+    always,
+    has_bias,
+    has_engram,
+    has_stage_end,
+    has_vision,
+    is_dspark,
+    is_preview_stage,
+    v4,
+)
 
 
 class Role(str, Enum):
@@ -51,69 +60,6 @@ class Storage(str, Enum):
     TABLE_FP8 = "fp8 table"
 
 
-T = TypeVar("T")
-
-
-def _required(section: T | None) -> T:
-    if section is None:
-        raise LookupError("a row asked for numbers that its own condition excludes")
-    return section
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """Where a row is being asked for: the geometry and the block or tower position."""
-
-    g: Geometry
-    block: str
-    index: int
-
-    @property
-    def ratio(self) -> int:
-        """Compress ratio of the block; draft blocks have none."""
-        return self.g.ratios[self.index] if self.block == "layers" else 0
-
-    @property
-    def has_compressor(self) -> bool:
-        """Tell whether the block compresses keys and values."""
-        return self.block == "layers" and self.index in self.g.kv_sources
-
-    @property
-    def has_indexer(self) -> bool:
-        """Tell whether the block selects compressed positions."""
-        return self.block == "layers" and self.index in self.g.index_sources
-
-    @property
-    def is_hash(self) -> bool:
-        """Tell whether the block routes by token id instead of by score."""
-        return self.block == "layers" and self.index < self.g.hash_layers
-
-    @property
-    def experts(self) -> int:
-        """Routed experts of the block."""
-        return self.g.draft.experts if self.block == "mtp" else self.g.experts
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Tell whether this is the first draft block."""
-        return self.block == "mtp" and self.index == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Tell whether this is the last draft block."""
-        return self.block == "mtp" and self.index == self.g.draft.stages - 1
-
-    @property
-    def engram(self) -> Engram:
-        """Engram numbers; only rows that require them may ask."""
-        return _required(self.g.engram)
-
-    @property
-    def tower(self) -> Vision:
-        """Vision numbers; only rows that require them may ask."""
-        return _required(self.g.vision)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table.
@@ -135,48 +81,15 @@ class Row:
     when: Callable[[At], bool]
 
 
-def _always(at: At) -> bool:
-    return True
-
-
-def _v4(at: At) -> bool:
-    return at.g.family == "v4"
-
-
-def _has_vision(at: At) -> bool:
-    return at.g.vision is not None
-
-
-def _has_bias(at: At) -> bool:
-    # Hash layers route by token id and have no bias, except in vision releases, where pictures are scored.
-    return not at.is_hash or at.g.vision is not None
-
-
-def _has_engram(at: At) -> bool:
-    return at.block == "layers" and at.g.engram is not None and at.index in at.g.engram.layers
-
-
-def _is_dspark(at: At) -> bool:
-    return at.g.draft.is_dspark
-
-
-def _is_preview_stage(at: At) -> bool:
-    return at.block == "mtp" and not at.g.draft.is_dspark
-
-
-def _has_stage_end(at: At) -> bool:
-    return at.is_last_stage if _is_dspark(at) else at.block == "mtp"
-
-
 Measure = Callable[[At], Shape]
 Condition = Callable[[At], bool]
 
 
-def _plain(pattern: str, role: Role, dtype: str, shape: Measure, when: Condition = _always) -> Row:
+def _plain(pattern: str, role: Role, dtype: str, shape: Measure, when: Condition = always) -> Row:
     return Row(pattern, role, Storage.PLAIN, dtype, shape, when)
 
 
-def _fp8(pattern: str, role: Role, shape: Measure, when: Condition = _always) -> Row:
+def _fp8(pattern: str, role: Role, shape: Measure, when: Condition = always) -> Row:
     return Row(pattern, role, Storage.DENSE_FP8, "", shape, when)
 
 
@@ -212,7 +125,7 @@ def _feed_forward(prefix: str, role: Role, storage: Storage, width: Callable[[At
         return at.g.hidden, width(at)
 
     shapes: dict[str, Measure] = {"w1": wide, "w2": narrow, "w3": wide}
-    return tuple(Row(f"{prefix}.{w}", role, storage, "", shape, _always) for w, shape in shapes.items())
+    return tuple(Row(f"{prefix}.{w}", role, storage, "", shape, always) for w, shape in shapes.items())
 
 
 def _compressor(
@@ -232,11 +145,11 @@ _MODEL = (
     _plain("embed.weight", Role.EMBEDDING, "BF16", lambda a: (a.g.vocab, a.g.hidden)),
     _plain("head.weight", Role.HEAD, "BF16", lambda a: (a.g.vocab, a.g.hidden)),
     _plain("norm.weight", Role.NORM, "BF16", _hidden),
-    *_head_connection("", _v4),
-    _plain("image_start", Role.IMAGE_TOKEN, "BF16", _hidden, _has_vision),
-    _plain("image_end", Role.IMAGE_TOKEN, "BF16", _hidden, _has_vision),
-    _plain("image_newline", Role.IMAGE_TOKEN, "BF16", _hidden, _has_vision),
-    _plain("image_pad", Role.IMAGE_TOKEN, "BF16", _hidden, lambda a: _has_vision(a) and _v4(a)),
+    *_head_connection("", v4),
+    _plain("image_start", Role.IMAGE_TOKEN, "BF16", _hidden, has_vision),
+    _plain("image_end", Role.IMAGE_TOKEN, "BF16", _hidden, has_vision),
+    _plain("image_newline", Role.IMAGE_TOKEN, "BF16", _hidden, has_vision),
+    _plain("image_pad", Role.IMAGE_TOKEN, "BF16", _hidden, lambda a: has_vision(a) and v4(a)),
 )
 
 _ATTENTION = (
@@ -258,14 +171,14 @@ _ATTENTION = (
 _SPARSE_V4 = (
     *_compressor(
         "{b}.#.attn.compressor",
-        lambda a: _v4(a) and a.has_compressor,
+        lambda a: v4(a) and a.has_compressor,
         # Ratio 4 overlaps two windows and keeps both halves side by side.
         lambda a: a.g.head_dim * (2 if a.ratio == 4 else 1),
         lambda a: a.g.head_dim,
     ),
     *_compressor(
         "{b}.#.attn.indexer.compressor",
-        lambda a: _v4(a) and a.has_indexer,
+        lambda a: v4(a) and a.has_indexer,
         lambda a: a.g.index_dim * 2,
         lambda a: a.g.index_dim,
     ),
@@ -288,14 +201,14 @@ _SPARSE = (
 )
 
 
-def _v41_sparse(suffix: str, role: Role, shape: Measure, when: Condition = _always) -> Row:
+def _v41_sparse(suffix: str, role: Role, shape: Measure, when: Condition = always) -> Row:
     """Row of a V4.1 compressor or index key, which share names with V4 but not shapes."""
     return _plain(
         f"{{b}}.#.attn.{suffix}.weight",
         role,
         "BF16",
         shape,
-        lambda a: not _v4(a) and a.has_compressor and when(a),
+        lambda a: not v4(a) and a.has_compressor and when(a),
     )
 
 
@@ -315,8 +228,8 @@ _FFN = (
     _plain(
         "{b}.#.ffn.gate.tid2eid", Role.ROUTER, "I64", lambda a: (a.g.vocab, a.g.top_k), lambda a: a.is_hash
     ),
-    _plain("{b}.#.ffn.gate.bias", Role.ROUTER, "F32", lambda a: (a.experts,), _has_bias),
-    _plain("{b}.#.ffn.gate.bias_vl", Role.ROUTER, "F32", lambda a: (a.experts,), _has_vision),
+    _plain("{b}.#.ffn.gate.bias", Role.ROUTER, "F32", lambda a: (a.experts,), has_bias),
+    _plain("{b}.#.ffn.gate.bias_vl", Role.ROUTER, "F32", lambda a: (a.experts,), has_vision),
     *_feed_forward(
         "{b}.#.ffn.shared_experts",
         Role.SHARED_EXPERT,
@@ -333,22 +246,22 @@ _ENGRAM = (
         Storage.TABLE_FP8,
         "",
         lambda a: (a.engram.rows[a.engram.layers.index(a.index)], a.engram.dim),
-        _has_engram,
+        has_engram,
     ),
     _fp8(
         "{b}.#.engram.wkv",
         Role.ENGRAM,
         lambda a: ((a.g.hc_mult + 1) * a.g.hidden, a.engram.inputs),
-        _has_engram,
+        has_engram,
     ),
-    _plain("{b}.#.engram.q_weight", Role.ENGRAM, "BF16", lambda a: (a.g.hc_mult, a.g.hidden), _has_engram),
-    _plain("{b}.#.engram.k_weight", Role.ENGRAM, "BF16", lambda a: (a.g.hc_mult, a.g.hidden), _has_engram),
+    _plain("{b}.#.engram.q_weight", Role.ENGRAM, "BF16", lambda a: (a.g.hc_mult, a.g.hidden), has_engram),
+    _plain("{b}.#.engram.k_weight", Role.ENGRAM, "BF16", lambda a: (a.g.hc_mult, a.g.hidden), has_engram),
 )
 
 
 def _markov(suffix: str, family: str) -> Row:
     def when(at: At) -> bool:
-        return _is_dspark(at) and at.is_last_stage and at.g.family == family
+        return is_dspark(at) and at.is_last_stage and at.g.family == family
 
     shape: Measure = lambda a: (a.g.vocab, a.g.draft.markov_rank)  # noqa: E731
     return _plain(f"{{b}}.#.markov_head.{suffix}.weight", Role.DRAFT, "BF16", shape, when)
@@ -359,17 +272,15 @@ _DRAFT = (
         "{b}.#.main_proj",
         Role.DRAFT,
         lambda a: (a.g.hidden, len(a.g.draft.targets) * a.g.hidden),
-        lambda a: _is_dspark(a) and a.is_first_stage,
+        lambda a: is_dspark(a) and a.is_first_stage,
     ),
-    _plain(
-        "{b}.#.main_norm.weight", Role.NORM, "BF16", _hidden, lambda a: _is_dspark(a) and a.is_first_stage
-    ),
-    _fp8("{b}.#.e_proj", Role.DRAFT, lambda a: (a.g.hidden, a.g.hidden), _is_preview_stage),
-    _fp8("{b}.#.h_proj", Role.DRAFT, lambda a: (a.g.hidden, a.g.hidden), _is_preview_stage),
-    _plain("{b}.#.enorm.weight", Role.NORM, "BF16", _hidden, _is_preview_stage),
-    _plain("{b}.#.hnorm.weight", Role.NORM, "BF16", _hidden, _is_preview_stage),
-    _plain("{b}.#.norm.weight", Role.NORM, "BF16", _hidden, _has_stage_end),
-    *_head_connection("{b}.#.", lambda a: _v4(a) and _has_stage_end(a)),
+    _plain("{b}.#.main_norm.weight", Role.NORM, "BF16", _hidden, lambda a: is_dspark(a) and a.is_first_stage),
+    _fp8("{b}.#.e_proj", Role.DRAFT, lambda a: (a.g.hidden, a.g.hidden), is_preview_stage),
+    _fp8("{b}.#.h_proj", Role.DRAFT, lambda a: (a.g.hidden, a.g.hidden), is_preview_stage),
+    _plain("{b}.#.enorm.weight", Role.NORM, "BF16", _hidden, is_preview_stage),
+    _plain("{b}.#.hnorm.weight", Role.NORM, "BF16", _hidden, is_preview_stage),
+    _plain("{b}.#.norm.weight", Role.NORM, "BF16", _hidden, has_stage_end),
+    *_head_connection("{b}.#.", lambda a: v4(a) and has_stage_end(a)),
     _markov("markov_w1", "v4"),
     _markov("markov_w2", "v4"),
     _markov("embed", "v41"),
@@ -379,13 +290,13 @@ _DRAFT = (
         Role.DRAFT,
         "BF16",
         lambda a: (1, a.g.hidden + a.g.draft.markov_rank),
-        lambda a: _is_dspark(a) and a.is_last_stage,
+        lambda a: is_dspark(a) and a.is_last_stage,
     ),
 )
 
 
 def _vision(suffix: str, shape: Measure, role: Role = Role.VISION) -> Row:
-    return _plain(suffix, role, "BF16", shape, _has_vision)
+    return _plain(suffix, role, "BF16", shape, has_vision)
 
 
 _VISION = (

@@ -7,10 +7,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4convert.cli.progress import duration, gib, gigabytes
-from dsv4convert.convert import Result
 from dsv4convert.errors import encodable, errors_of
 from dsv4convert.handoff import bytes_per_gpu, split_findings
 from dsv4convert.header import TensorInfo
@@ -18,6 +17,10 @@ from dsv4convert.plan import Plan
 from dsv4convert.releases import RELEASES
 from dsv4convert.survey import Survey
 from dsv4convert.validate.structure import dtype_counts, facts, role_table
+
+if TYPE_CHECKING:
+    # At run time it would load numpy, which commands that read headers do without.
+    from dsv4convert.convert import Result
 
 #: Anonymous memory of one process: torch and the strips in flight. Measured by `make bench`.
 MEMORY_PER_PROCESS = 350 << 20
