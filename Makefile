@@ -3,6 +3,7 @@
 #   make test      format, lint, types, then every test
 #   make quality   format, lint, types, layers: the fast part of `make test`
 #   make style     rewrite the code to the house format
+#   make docs      write the generated pages of docs/
 #   make bench     the benchmarks (a benchmark whose result is wrong prints no speed)
 #   make clean     remove everything that these targets made
 
@@ -16,7 +17,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lint quality test style bench clean
+.PHONY: help demo lint quality test style docs bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +72,9 @@ test: lint
 style: $(VENV)/.tools
 	$(PY) -m ruff check --fix-only
 	$(PY) -m ruff format
+
+docs: $(VENV)/.package
+	$(PY) docs/generate.py
 
 # pytest's status 5 says that nothing was collected: no benchmark is written yet.
 bench: $(VENV)/.tools

@@ -17,8 +17,9 @@ import os
 
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.checkpoint import open_checkpoint as open
-from dsv4convert.convert import Limits, Result, convert, finalize
+from dsv4convert.convert import Result, convert, finalize
 from dsv4convert.errors import Dsv4Error, EnvironmentFault, Finding, Refused
+from dsv4convert.limits import Limits
 from dsv4convert.names import Layout
 from dsv4convert.plan import Plan
 from dsv4convert.plan import plan as _plan

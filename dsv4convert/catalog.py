@@ -85,9 +85,9 @@ CATALOG: Mapping[str, Kind] = {
     "name.resaved": Kind("error", "The tensors carry the names of a library re-save, not the official ones.", "use the official repository; a re-saved copy is not converted"),
     "name.scale-suffix": Kind("error", "Block scales carry a suffix of another layout.", "use the official repository; its scales end in `.scale` and multiply"),
     "release.base": Kind("error", "This is a Base checkpoint: FP8 experts with F32 scales.", "Base releases store no MXFP4 experts and are not converted by this tool"),
-    "unit.missing-tensor": Kind("error", "The config requires a tensor that is not there.", "the checkpoint is incomplete; nothing was written"),
-    "unit.missing-scale": Kind("error", "A quantized weight has no block scale.", "the checkpoint is incomplete; nothing was written"),
-    "unit.orphan-scale": Kind("error", "A block scale has no weight.", "the checkpoint is incomplete; nothing was written"),
+    "unit.missing-tensor": Kind("error", "The config requires a tensor that is not there.", "download the official repository again; after pruning, `config.json` must say what is left"),
+    "unit.missing-scale": Kind("error", "A quantized weight has no block scale.", "download the official repository again; after pruning, `config.json` must say what is left"),
+    "unit.orphan-scale": Kind("error", "A block scale has no weight.", "download the official repository again; after pruning, `config.json` must say what is left"),
     "unit.dtype": Kind("error", "A tensor has another dtype than its role requires.", "the file was re-saved or belongs to another release"),
     "unit.shape": Kind("error", "A tensor has another shape than `config.json` requires.", "compare `config.json` with the shard header"),
     "unit.scale-grid": Kind("error", "A scale grid is not the one its weight and block require.", "compare `weight_block_size` in `config.json` with the header"),
@@ -119,11 +119,10 @@ CATALOG: Mapping[str, Kind] = {
     "manifest.mismatch": Kind("error", "The manifest does not describe these shards.", "convert again, or restore the files that belong together"),
     "reference.other": Kind("error", "The reference is not the source of this conversion.", "pass the checkpoint that was converted"),
     "reference.bytes": Kind("error", "A tensor differs from what the reference gives.", "convert this checkpoint again from the reference"),
-    "content.hash": Kind("error", "Stored bytes do not have the recorded hash.", "convert again, or restore the shard from where it was published"),
+    "content.hash": Kind("error", "Stored bytes do not have the recorded hash.", "convert again, or restore the file from where it was published"),
     # The machine.
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
     "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),
     "worker.killed": Kind("error", "A worker process ended without a result.", "the system may have run out of memory; run the same command again with fewer `--jobs`"),
-    "env.missing": Kind("error", "A package this command needs is not installed.", "install it and run the same command again"),
 }
 # fmt: on

@@ -11,17 +11,18 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
-from dsv4convert.errors import EnvironmentFault, Finding, Refused, finding
+from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.handoff import converted_config, encode_config
 from dsv4convert.header import Shard, ShardReader, read_header
 from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, require_space
+from dsv4convert.limits import Limits, judge, judge_again
 from dsv4convert.manifest import build_manifest, encode_manifest
 from dsv4convert.names import Layout
 from dsv4convert.plan import Plan, ShardPlan
@@ -35,24 +36,8 @@ from dsv4convert.writer import PendingFile, sync_directory, write_bytes
 #: Strips in flight between transform and writer; two would do, more absorb uneven disks.
 _BUFFERS: Final = 4
 _REPORT_BYTES: Final = 64 << 20
-_ALLOWED_BY_ROUNDING = frozenset({"value.inexact", "value.mxfp4-overflow"})
 
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What is still acceptable.
-
-    Attributes:
-        allow_rounding: Accept blocks that leave the exact range of BF16.
-        max_relative_error: Largest relative error (Frobenius) of a repacked matrix; None for any.
-        min_exact: Smallest share of exact non-zero codes of a repacked matrix; None for any.
-    """
-
-    allow_rounding: bool = False
-    max_relative_error: float | None = None
-    min_exact: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +88,15 @@ def convert(
         The result; the checkpoint is complete when there is a manifest.
 
     Raises:
+        ValueError: `jobs` or `part` asks for nothing.
         Refused: source, destination or values are not acceptable; DST has no index.
         EnvironmentFault: disk or process trouble; the same call continues.
     """
+    if jobs < 1 or (part and not 0 <= part[0] < part[1]):
+        raise ValueError(f"at least one job and a part (i, n) with 0 <= i < n, got jobs={jobs}, part={part}")
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     plan = make_plan(survey(checkpoint), experts)
-    root = Path(destination)
+    root, limits = Path(destination), limits or Limits()
     _refuse_overlap(checkpoint.root, root)
     journal = Journal(root)
     complete = _complete_manifest(root, plan)
@@ -120,43 +108,52 @@ def convert(
     if on_plan:
         on_plan(plan, sum(_bytes_read(s) for s in todo))
     started = time.monotonic()
-    convert_shards(checkpoint, root, todo, jobs, limits or Limits(), progress or _ignore)
+    convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
     seconds = time.monotonic() - started
     missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
     manifest = None
     # The jobs of an array never close: the last two could do so at the same moment.
     if not missing and part is None:
-        manifest = _close(checkpoint, plan, journal, {"jobs": jobs, "seconds": round(seconds, 3)})
+        run = {"jobs": jobs, "seconds": round(seconds, 3)}
+        manifest = _close(checkpoint, plan, journal, limits, run)
     written = len(todo)
     return Result(plan, written, len(plan.shards) - written - len(missing), missing, manifest, seconds)
 
 
-def finalize(destination: str | os.PathLike[str], source: str | os.PathLike[str] | None = None) -> Result:
+def finalize(
+    destination: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    limits: Limits | None = None,
+) -> Result | None:
     """Close a conversion whose shards were made by several jobs.
 
     Args:
         destination: Directory with a journal.
         source: The source, if it moved since; by default where the journal says.
+        limits: What is still acceptable, as for `convert`; all shards are judged.
+
+    Returns:
+        The result, or None when the checkpoint was complete before.
 
     Raises:
-        Refused: there is no journal, the source is another one, or shards are missing.
+        Refused: there is no conversion here, the source is another one, shards are missing, or values are not
+            acceptable.
     """
     root = Path(destination)
     journal = Journal(root)
     state = journal.read()
     if state is None:
-        problem = "no conversion was begun here, or it is complete already"
-        raise Refused(
-            finding("dst.unfinished", root.name, problem, hint="check with `dsv4convert converted`")
-        )
+        if (root / INDEX).is_file() and (root / MANIFEST).is_file():
+            return None
+        raise Refused(finding("dst.unfinished", root.name, "no conversion was begun here"))
     checkpoint = open_checkpoint(source or state["source"])
     plan = make_plan(survey(checkpoint), state["layout"])
     journal.start(plan, checkpoint.root)
     missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
     if missing:
         problem = f"{len(missing):,} of {len(plan.shards):,} shards are not done"
-        raise Refused(finding("dst.unfinished", missing[0], problem))
-    manifest = _close(checkpoint, plan, journal, {"jobs": 0, "seconds": 0.0})
+        raise Refused(finding("dst.unfinished", root.name, problem, found=f"the first is `{missing[0]}`"))
+    manifest = _close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
     return Result(plan, 0, len(plan.shards), (), manifest, 0.0)
 
 
@@ -264,7 +261,7 @@ def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
         with PendingFile(final, Journal(task.root).path, shard.file_bytes) as pending:
             _write_all(pending.fd, shard.header)
             outcome, hashes = _stream(shard, reader, pending.fd, report)
-            accepted = _judge(outcome, task.limits)
+            accepted = judge(outcome, task.limits)
             _require_unchanged(reader, task.sources)
             status = os.fstat(pending.fd)
     report.flush()
@@ -316,33 +313,12 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _judge(outcome: Outcome, limits: Limits) -> list[Finding]:
-    """Return the findings that the limits accept; refuse the shard for all others together."""
-    faults = [*outcome.findings, *_loss_findings(outcome, limits)]
-    accepted = [f for f in faults if limits.allow_rounding and f.code in _ALLOWED_BY_ROUNDING]
-    refused = [f for f in faults if f not in accepted]
-    if refused:
-        raise Refused(refused)
-    return accepted
-
-
-def _loss_findings(outcome: Outcome, limits: Limits) -> Iterator[Finding]:
-    for base, figures in outcome.figures.items():
-        error, share = figures.get("relative_error", 0.0), figures.get("exact_share", 1.0)
-        if limits.max_relative_error is not None and error > limits.max_relative_error:
-            problem, expected = "the repack loses too much", f"at most {limits.max_relative_error:g}"
-            yield finding("value.relative-error", base, problem, expected=expected, found=f"{error:.3g}")
-        if limits.min_exact is not None and share < limits.min_exact:
-            problem, expected = "the repack changes too many codes", f"at least {limits.min_exact:g} exact"
-            yield finding("value.exact-share", base, problem, expected=expected, found=f"{share:.6f}")
-
-
 def _require_unchanged(reader: ShardReader, sources: Mapping[str, Shard]) -> None:
     for name, shard in sources.items():
         status = os.fstat(reader.fileno(name))
         if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
             problem = "the source shard changed since the conversion was planned"
-            raise EnvironmentFault(finding("src.changed", name, problem))
+            raise Refused(finding("src.changed", name, problem))
 
 
 def _check_written(final: Path, shard: ShardPlan) -> None:
@@ -356,15 +332,18 @@ def _check_written(final: Path, shard: ShardPlan) -> None:
         raise EnvironmentFault(finding("io.write", shard.name, problem))
 
 
-def _close(checkpoint: Checkpoint, plan: Plan, journal: Journal, run: Mapping[str, Any]) -> dict[str, Any]:
+def _close(
+    checkpoint: Checkpoint, plan: Plan, journal: Journal, limits: Limits, run: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write everything but the shards, the index last."""
     root, scratch = journal.root, journal.path
+    records = [record for record in map(journal.done, plan.shards) if record]
+    judge_again(records, limits)
     files = {name: _copy_side_file(checkpoint.root / name, root / name, scratch) for name in plan.side_files}
     seen = survey(checkpoint)
     config = encode_config(converted_config(checkpoint.config, seen.units, plan.layout, plan.revision))
     write_bytes(root / "config.json", scratch, config)
     files["config.json"] = hashlib.sha256(config).hexdigest()
-    records = [record for record in map(journal.done, plan.shards) if record]
     manifest = build_manifest(plan, records, files, run)
     write_bytes(root / MANIFEST, scratch, encode_manifest(manifest))
     write_bytes(root / INDEX, scratch, encode_index(plan))

@@ -155,7 +155,8 @@ def parse_json(raw: bytes, name: str, code: str, *, find_repeats: bool = True) -
     except RecursionError:
         fail(code, name, "JSON is nested too deeply")
     except json.JSONDecodeError as error:
-        fail(code, name, f"is not JSON: {error.msg} at character {error.pos:,} of {len(text):,}")
+        reason = error.msg.removesuffix(" starting at")
+        fail(code, name, f"is not JSON: {reason} at character {error.pos:,} of {len(text):,}")
     except ValueError as error:
         fail(code, name, f"is not JSON: {printable(error)}")
     return value, tuple(repeated)

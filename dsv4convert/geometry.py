@@ -10,6 +10,7 @@ Two traps of the official configs are handled here and nowhere else: 0731 and Pr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -126,7 +127,7 @@ class _Fields:
         self.findings: list[Finding] = []
 
     def wrong(self, key: str, expected: str, code: str = "config.field") -> None:
-        found = repr(self.data[key])[:80] if key in self.data else "nothing"
+        found = json.dumps(self.data[key])[:80] if key in self.data else "nothing"
         problem = "field of `config.json` cannot be used"
         self.findings.append(finding(code, self.prefix + key, problem, expected=expected, found=found))
 

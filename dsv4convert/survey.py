@@ -84,7 +84,8 @@ def survey(checkpoint: Checkpoint) -> Survey:
     if impossible:
         return Survey(checkpoint, geometry, release, None, units, _sorted([*known, impossible]))
     layout = detect_layout(checkpoint.tensors)
-    known += _compare(checkpoint, geometry, layout, units)
+    # Without a single readable shard the reader has said what is wrong.
+    known += () if not checkpoint.tensors else _compare(checkpoint, geometry, layout, units)
     return Survey(checkpoint, geometry, release, layout, units, _sorted(known))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import signal
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -113,7 +114,8 @@ def _serve(connection: Connection, function: Callable[[Any, Emit], Any]) -> None
     except EOFError:
         return  # The parent is gone.
     except Exception as error:
-        connection.send(("error", error))
+        with suppress(OSError):  # A parent that is gone made the error, and reads none.
+            connection.send(("error", error))
 
 
 def _leave(number: int, frame: object) -> None:

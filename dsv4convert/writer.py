@@ -63,7 +63,10 @@ def _compact(value: object) -> str:
 
 def write_fault(error: OSError, path: Path, needed: int = 0) -> EnvironmentFault:
     """Turn a failed write into an error that names the file and says what to do."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno == errno.EFBIG:
+        problem, found = "the file size limit was reached", "see `ulimit -f`"
+        return EnvironmentFault(finding("dst.no-space", path.name, problem, found=found))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         need = f"{needed:,} bytes for this file" if needed else "room for this file"
         return EnvironmentFault(
             finding(
@@ -118,9 +121,11 @@ class PendingFile:
         if error is None:
             try:
                 self._publish()
-            except OSError as fault:
+            except BaseException as fault:  # An interrupt, too: most of the time passes in fsync.
                 self._discard()
-                raise write_fault(fault, self.final, self.size) from fault
+                if isinstance(fault, OSError):
+                    raise write_fault(fault, self.final, self.size) from fault
+                raise
             return
         self._discard()
         if isinstance(error, OSError):

@@ -49,6 +49,7 @@ LEVELS = {
     "journal": 8,
     "synth": 8,
     "transform": 8,
+    "limits": 9,
     "manifest": 9,
     "validate.structure": 10,
     "convert": 11,

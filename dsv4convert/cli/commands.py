@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from dsv4convert.cli import pages
-from dsv4convert.cli.progress import gigabytes, progress
+from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
 from dsv4convert.errors import Exit, errors_of
 from dsv4convert.names import Layout
@@ -148,17 +148,43 @@ def plan(
     made = make_plan(seen, experts)
     speed = measure_write_speed(dst) if dst else None
     budget = pages.Budget.of(seen, made, tp or (4, 8), dst, speed, _default_jobs(jobs))
-    splits = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
+    faults = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
+    faults += budget.findings(made)
     if shell.json:
-        verdict = {"ok": not splits, "findings": [f.as_dict() for f in (*seen.findings, *splits)]}
+        verdict = {"ok": not faults, "findings": [f.as_dict() for f in (*seen.findings, *faults)]}
         page = verdict | made.as_dict(steps=steps) | budget.as_dict()
         shell.data(json.dumps(page, indent=None if steps else 1))
     else:
         for line in pages.plan_lines(made, budget):
             shell.data(line)
-        shell.findings([*seen.findings, *splits])
-    if splits:
+        shell.findings([*seen.findings, *faults])
+    if faults:
         raise SystemExit(Exit.FINDINGS)
+
+
+def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say which losses are still acceptable."""
+    for option in reversed(
+        (
+            click.option(
+                "--allow-rounding",
+                is_flag=True,
+                help="Accept blocks that leave BF16's exact range; the manifest lists them.",
+            ),
+            click.option(
+                "--max-relative-error",
+                type=click.FloatRange(0),
+                help="Refuse a repacked matrix above this relative error.",
+            ),
+            click.option(
+                "--min-exact",
+                type=click.FloatRange(0, 1),
+                help="Refuse a repacked matrix with a smaller share of exact codes.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
 
 
 @main.command(epilog=EXIT_HELP)
@@ -171,21 +197,7 @@ def plan(
     metavar="I/N",
     help="Convert only every N-th shard, from the I-th (0 to N-1) on; close with `finalize`.",
 )
-@click.option(
-    "--allow-rounding",
-    is_flag=True,
-    help="Accept blocks that leave BF16's exact range; the manifest lists them.",
-)
-@click.option(
-    "--max-relative-error",
-    type=click.FloatRange(0),
-    help="Refuse a repacked matrix above this relative error.",
-)
-@click.option(
-    "--min-exact",
-    type=click.FloatRange(0, 1),
-    help="Refuse a repacked matrix with a smaller share of exact codes.",
-)
+@_limit_options
 @command_options
 def convert(
     shell: Shell,
@@ -202,8 +214,9 @@ def convert(
 
     SRC is an official checkpoint or an mxfp4 output. DST must be empty, absent, or an interrupted conversion.
     """
-    from dsv4convert.convert import Limits, Result
+    from dsv4convert.convert import Result
     from dsv4convert.convert import convert as run_convert
+    from dsv4convert.limits import Limits
     from dsv4convert.plan import Plan
 
     limits = Limits(allow_rounding, max_relative_error, min_exact)
@@ -215,7 +228,7 @@ def convert(
             f"{gigabytes(todo)} to read, {len(made.shards):,} shards, {made.tensors:,} tensors to write"
         )
 
-    with _LazyProgress("converting", shell.quiet) as bar:
+    with LazyProgress("converting", shell.quiet) as bar:
 
         def planned(made: Plan, todo: int) -> None:
             begin(made, todo)
@@ -231,18 +244,32 @@ def convert(
             progress=bar,
             on_plan=planned,
         )
-    _show_result(shell, result, dst)
+    _show_result(shell, result, dst, src)
 
 
 @main.command(epilog=EXIT_HELP)
 @_directory("dst")
 @click.option("--source", type=click.Path(path_type=Path), help="The source, if it moved since.")
+@_limit_options
 @command_options
-def finalize(shell: Shell, dst: Path, source: Path | None) -> None:
+def finalize(
+    shell: Shell,
+    dst: Path,
+    source: Path | None,
+    allow_rounding: bool,
+    max_relative_error: float | None,
+    min_exact: float | None,
+) -> None:
     """Close a conversion in DST whose shards were made by several `convert --shards` jobs."""
     from dsv4convert.convert import finalize as run_finalize
+    from dsv4convert.limits import Limits
 
-    _show_result(shell, run_finalize(dst, source), dst)
+    result = run_finalize(dst, source, Limits(allow_rounding, max_relative_error, min_exact))
+    if result is None:
+        already = {"ok": True, "complete": True, "destination": os.fspath(dst)}
+        shell.data(json.dumps(already, indent=1) if shell.json else f"{dst}: was complete before")
+        return
+    _show_result(shell, result, dst, source)
 
 
 @main.command(epilog=EXIT_HELP)
@@ -252,12 +279,12 @@ def finalize(shell: Shell, dst: Path, source: Path | None) -> None:
     "--read-data",
     is_flag=False,
     flag_value="100",
-    type=click.FloatRange(0, 100),
+    type=click.FloatRange(0, 100, min_open=True),
     metavar="[PERCENT]",
     help="Read tensors too: recompute from the reference, or compare hashes without one.",
 )
 @click.option(
-    "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose splits must fall on block borders."
+    "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose faults must fall on block borders."
 )
 @_jobs("Worker processes for --read-data.")
 @_strict
@@ -348,34 +375,9 @@ def _parse_part(text: str | None) -> tuple[int, int] | None:
     raise click.BadParameter(f"expected I/N with I from 0 to N-1, got {text!r}", param_hint="--shards")
 
 
-class _LazyProgress:
-    """A progress display whose total becomes known only when the plan is made."""
-
-    def __init__(self, label: str, quiet: bool) -> None:
-        self._label, self._quiet = label, quiet
-        self._manager: Any = None
-        self._bar: Callable[[int], None] | None = None
-
-    def begin(self, total: int) -> None:
-        """Show the display."""
-        self._manager = progress(self._label, total, quiet=self._quiet)
-        self._bar = self._manager.__enter__()
-
-    def __call__(self, count: int) -> None:
-        if self._bar:
-            self._bar(count)
-
-    def __enter__(self) -> _LazyProgress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._manager:
-            self._manager.__exit__(*error)
-
-
-def _show_result(shell: Shell, result: Any, dst: Path) -> None:
+def _show_result(shell: Shell, result: Any, dst: Path, source: Path | None) -> None:
     if shell.json:
         shell.data(json.dumps(pages.result_json(result, dst), indent=1))
         return
-    for line in pages.result_lines(result, dst):
+    for line in pages.result_lines(result, dst, source):
         shell.data(line)

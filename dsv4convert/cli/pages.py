@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4convert.cli.progress import duration, gib, gigabytes
-from dsv4convert.errors import encodable, errors_of
+from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.handoff import bytes_per_gpu, split_findings
 from dsv4convert.header import TensorInfo
 from dsv4convert.plan import Plan
 from dsv4convert.releases import RELEASES
 from dsv4convert.survey import Survey
-from dsv4convert.validate.structure import dtype_counts, facts, role_table
+from dsv4convert.validate.structure import facts, role_table
 
 if TYPE_CHECKING:
     # At run time it would load numpy, which commands that read headers do without.
@@ -32,7 +32,6 @@ def inspect_json(seen: Survey, tensors: Iterable[TensorInfo] | None) -> dict[str
         "ok": not errors_of(seen.findings),
         "title": seen.title,
         **facts(seen),
-        "dtypes": dtype_counts(seen.checkpoint),
         "roles": {role.value: {"tensors": n, "bytes": size} for role, (n, size) in role_table(seen).items()},
         "side_files": list(seen.checkpoint.side_files),
     }
@@ -52,7 +51,7 @@ def inspect_lines(seen: Survey) -> Iterator[str]:
     yield f"  revision   {numbers['revision'] or 'unknown'}"
     yield f"  shards     {numbers['shards']:,}, {numbers['file_bytes']:,} bytes"
     yield f"  tensors    {numbers['tensors']:,}, {numbers['data_bytes']:,} bytes"
-    dtypes = ", ".join(f"{dtype} {count:,}" for dtype, count in dtype_counts(seen.checkpoint).items())
+    dtypes = ", ".join(f"{dtype} {count:,}" for dtype, count in numbers["dtypes"].items())
     yield f"  dtypes     {dtypes}"
     if "dspark" in numbers:
         fields = ", ".join(f"{k} {v}" for k, v in numbers["dspark"].items())
@@ -108,6 +107,14 @@ class Budget:
             served=_served(plan),
         )
 
+    def findings(self, plan: Plan) -> list[Finding]:
+        """Return what stands in the way at the destination."""
+        if self.free is None or self.free >= plan.disk_bytes:
+            return []
+        problem = "the destination file system is too small"
+        expected = f"{plan.disk_bytes:,} bytes free"
+        return [finding("dst.no-space", "--dst", problem, expected=expected, found=f"{self.free:,}")]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
@@ -149,16 +156,15 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     )
     yield f"  files      {plan.file_bytes:,} bytes in shards, {len(plan.side_files):,} other files copied"
     room = f", {budget.free:,} free" if budget.free is not None else ""
-    short = ": NOT ENOUGH" if budget.free is not None and budget.free < plan.disk_bytes else ""
-    yield f"  disk       {plan.disk_bytes:,} bytes needed at the destination{room}{short}"
-    yield f"  memory     at most {MEMORY_PER_PROCESS >> 20} MiB in each of {budget.jobs} processes"
+    yield f"  disk       {plan.disk_bytes:,} bytes needed at the destination{room}"
+    yield f"  memory     at most {MEMORY_PER_PROCESS >> 20} MiB per process, --jobs {budget.jobs}"
     if budget.seconds is None or budget.write_speed is None:
         yield "  time       pass --dst to measure the write speed there"
     else:
         speed = budget.write_speed / 1e9
         yield f"  time       {duration(budget.seconds)} at {speed:.2f} GB/s, measured at the destination"
     for n, size in budget.per_gpu.items():
-        note = "  CUTS A BLOCK: see --tp" if n in budget.unsplittable else ""
+        note = f"  cannot be split: `--tp {n}` says why" if n in budget.unsplittable else ""
         yield f"  TP{n:<8} {gib(size)} of weights per GPU{note}"
     yield f"  serving    {budget.served}"
     yield f"  digest     {plan.digest}"
@@ -184,7 +190,7 @@ def result_json(result: Result, dst: Path) -> dict[str, Any]:
     }
 
 
-def result_lines(result: Result, dst: Path) -> Iterator[str]:
+def result_lines(result: Result, dst: Path, source: Path | None) -> Iterator[str]:
     """Yield the result of `convert` or `finalize` as text."""
     plan = result.plan
     if result.manifest is None:
@@ -194,10 +200,11 @@ def result_lines(result: Result, dst: Path) -> Iterator[str]:
     if not result.written:
         yield f"{dst}: complete, all {result.reused:,} shards were done before"
     else:
-        rate = plan.file_bytes * result.written / len(plan.shards) / max(result.seconds, 1e-9)
+        written = plan.file_bytes * result.written / len(plan.shards)
+        # A rate over a second or less says nothing about the disk.
+        rate = f" ({written / result.seconds / 1e9:.2f} GB/s)" if result.seconds > 1 and written > 1e9 else ""
         kept = f", {result.reused:,} kept from before" if result.reused else ""
-        took = f"{duration(result.seconds)} ({rate / 1e9:.2f} GB/s)"
-        yield f"{dst}: {result.written:,} shards written in {took}{kept}"
+        yield f"{dst}: {result.written:,} shards written in {duration(result.seconds)}{rate}{kept}"
     sizes = f"{plan.data_bytes:,} data bytes ({gigabytes(plan.file_bytes)})"
     yield f"  {len(plan.shards):,} shards, {plan.tensors:,} tensors, {sizes}"
     experts = result.manifest["experts"] if result.manifest else None
@@ -206,4 +213,5 @@ def result_lines(result: Result, dst: Path) -> Iterator[str]:
         worst = f"worst relative error {experts['max_relative_error']:.2g}"
         yield f"  experts    {exact}, {experts['codes_changed']:,} codes rounded, {worst}"
     yield "  checked    headers read back, sizes, a hash of every tensor as it was written"
-    yield f"  next: dsv4convert converted {dst} --reference SRC --read-data"
+    reference = f" --reference {source}" if source else ""
+    yield f"  next: dsv4convert converted {dst}{reference} --read-data"

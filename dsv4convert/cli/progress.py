@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 _EVERY_SECONDS: Final = 10.0
 
@@ -35,6 +35,31 @@ def progress(label: str, total: int, *, quiet: bool) -> Iterator[Progress]:
             yield lambda count: _advance(bar, count)
     else:
         yield _Lines(label, total)
+
+
+class LazyProgress:
+    """A progress display whose total becomes known only when the plan is made."""
+
+    def __init__(self, label: str, quiet: bool) -> None:
+        self._label, self._quiet = label, quiet
+        self._manager: Any = None
+        self._bar: Callable[[int], None] | None = None
+
+    def begin(self, total: int) -> None:
+        """Show the display."""
+        self._manager = progress(self._label, total, quiet=self._quiet)
+        self._bar = self._manager.__enter__()
+
+    def __call__(self, count: int) -> None:
+        if self._bar:
+            self._bar(count)
+
+    def __enter__(self) -> LazyProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._manager:
+            self._manager.__exit__(*error)
 
 
 def _nothing(count: int) -> None:

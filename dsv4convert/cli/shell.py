@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -69,6 +70,8 @@ class Shell:
             self.findings(report.findings)
             for line in _verdict(report, strict):
                 self.data(line)
+        for dtype, count in report.facts.get("dtypes", {}).items():
+            self.detail(f"  {count:>10,} tensors of {dtype}")
         raise SystemExit(Exit.CLEAN if report.ok(strict=strict) else Exit.FINDINGS)
 
 
@@ -83,16 +86,7 @@ def _verdict(report: Report, strict: bool) -> Iterable[str]:
         yield f"  checked      {line}"
     for line in report.not_checked:
         yield f"  NOT checked  {line}"
-    errors = sum(f.severity == "error" for f in report.findings)
-    warnings = len(report.findings) - errors
-    if errors or (strict and warnings):
-        yield f"FAILED: {errors:,} errors, {warnings:,} warnings"
-    else:
-        depth = (
-            "contents verified" if any(c.startswith("contents") for c in report.checked) else "structure OK"
-        )
-        tail = f", {warnings:,} warnings" if warnings else ""
-        yield f"{depth}{tail}"
+    yield report.verdict(strict=strict)
 
 
 def _print(text: str, stream: Any) -> None:
@@ -132,8 +126,10 @@ def run(shell: Shell, action: Callable[[], None]) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     _on_sigterm()
+    started = time.monotonic()
     try:
         action()
+        shell.detail(f"done in {time.monotonic() - started:.2f} s")
     except Dsv4Error as error:
         fail(shell, error.findings, error.exit_code)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
 from dsv4convert.errors import Finding, errors_of
+from dsv4convert.journal import DIRECTORY
 from dsv4convert.names import Layout
 from dsv4convert.plan import plan
 from dsv4convert.survey import detect_layout, survey
@@ -46,7 +47,9 @@ def verify(
         EnvironmentFault: reading failed.
     """
     checkpoint = open_checkpoint(path)
-    if detect_layout(checkpoint.tensors) is Layout.OFFICIAL and reference is None:
+    # The first shards of an unfinished conversion may hold no dense weight that would tell its layout.
+    begun = (checkpoint.root / DIRECTORY).is_dir()
+    if not begun and reference is None and detect_layout(checkpoint.tensors) is Layout.OFFICIAL:
         return check_original(checkpoint)
     return verify_converted(
         checkpoint, reference=reference, read_data=read_data, tp=tp, jobs=jobs, progress=progress
@@ -94,12 +97,14 @@ def _with_reference(
     planned = plan(seen, detect_layout(checkpoint.tensors))
     findings = check_source(planned, checkpoint, read_manifest(checkpoint.root)[0])
     done = [*report.checked, "reference: its shard headers are those this checkpoint was made from"]
-    left = list(report.not_checked)
+    left, compared = list(report.not_checked), None
     if percent is not None and not findings:
+        compared = percent
         findings = check_reference(planned, source, checkpoint, percent, jobs, progress)
-        done.append(f"contents: {_share(percent)} recomputed from the reference and compared")
+        done.append(f"contents: {_share(percent)} recomputed from the reference")
         left = [] if percent >= 100 else [f"contents: the other {100 - percent:g} % of the weights"]
-    return replace(report, findings=_merged(findings, report), checked=tuple(done), not_checked=tuple(left))
+    merged = _merged(findings, report)
+    return replace(report, findings=merged, checked=tuple(done), not_checked=tuple(left), contents=compared)
 
 
 def _with_hashes(
@@ -112,10 +117,11 @@ def _with_hashes(
         nothing = "contents: without a manifest there is nothing to compare with; pass `--reference`"
         return replace(report, not_checked=(nothing,))
     findings = check_hashes(checkpoint, manifest, percent, jobs, progress)
-    done = (*report.checked, f"contents: {_share(percent)} have the hashes of the manifest")
+    done = (*report.checked, f"contents: {_share(percent)} against the hashes of the manifest")
     rest = () if percent >= 100 else (f"contents: the other {100 - percent:g} % of the tensors",)
     left = (*rest, "whether the conversion was right: pass `--reference`")
-    return replace(report, findings=_merged(findings, report), checked=done, not_checked=left)
+    merged = _merged(findings, report)
+    return replace(report, findings=merged, checked=done, not_checked=left, contents=percent)
 
 
 def _share(percent: float) -> str:

@@ -26,8 +26,9 @@ class Report:
         title: What it was taken for.
         findings: Everything wrong, errors first.
         facts: Numbers for people and for ``--json``: shards, tensors, bytes.
-        checked: What was looked at, in words.
+        checked: What was looked at, in words; the findings say with which result.
         not_checked: What was not, in words.
+        contents: Percent of the tensor data that was compared with something; None for none.
     """
 
     subject: str
@@ -36,10 +37,27 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
     checked: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
+    contents: float | None = None
 
     def ok(self, *, strict: bool = False) -> bool:
         """Tell whether there are no errors or, under `strict`, no findings at all."""
         return not (self.findings if strict else errors_of(self.findings))
+
+    def verdict(self, *, strict: bool = False) -> str:
+        """Return the last line: what can be relied on now."""
+        errors = len(errors_of(self.findings))
+        warnings = _counted(len(self.findings) - errors, "warning")
+        if not self.ok(strict=strict):
+            return f"FAILED: {_counted(errors, 'error')}, {warnings}"
+        depth = "structure OK"
+        if self.contents is not None:
+            whole = self.contents >= 100
+            depth = (
+                "contents verified"
+                if whole
+                else f"structure OK, {self.contents:g} % of the contents verified"
+            )
+        return depth if len(self.findings) == errors else f"{depth}, {warnings}"
 
     def as_dict(self, *, strict: bool = False) -> dict[str, Any]:
         """Return the JSON form; its ``ok`` is the verdict of the exit status."""
@@ -53,8 +71,13 @@ class Report:
             "facts": dict(self.facts),
             "checked": list(self.checked),
             "not_checked": list(self.not_checked),
+            "contents_percent": self.contents,
             "findings": [f.as_dict() for f in self.findings],
         }
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def render(findings: Iterable[Finding]) -> Iterator[str]:

@@ -26,9 +26,9 @@ from dsv4convert.table import Role
 from dsv4convert.validate.report import Report
 
 _STRUCTURE = (
-    "headers: offsets cover every byte of every shard",
-    "index: every tensor in the shard it names, once",
-    "names, dtypes and shapes: those `config.json` requires, with a scale grid for every quantized weight",
+    "shards: headers, offsets and sizes",
+    "index: against the headers of all shards",
+    "tensors: names, dtypes, shapes and scale grids against `config.json`",
 )
 #: Errors of these kinds explain why a shard is not the recorded one.
 _STRUCTURAL = ("dir.", "file.", "index.", "shard.", "tensor.", "name.", "unit.")
@@ -80,7 +80,7 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
         findings += _metadata_findings(checkpoint, seen.layout)
         findings += split_findings(seen.geometry, seen.layout, tp) if tp else ()
         findings += _missing_side_files(checkpoint, seen)
-        checked.append("config: every BF16 module is on the skip list under the name the runtime uses")
+        checked.append("config: skip list against the modules of the runtime")
     manifest, faults = read_manifest(checkpoint.root)
     findings += faults
     not_checked = [_CONTENTS]
@@ -91,7 +91,7 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
                 0, "manifest: shards and tensors are compared with it when the errors are gone"
             )
         else:
-            checked.append("manifest: plan, shards, tensors and side files are those it records")
+            checked.append("manifest: against shards, tensors and side files")
     return _report(seen, findings, tuple(checked), tuple(not_checked))
 
 
@@ -99,7 +99,7 @@ def _report(
     seen: Survey, findings: Iterable[Finding], checked: tuple[str, ...], not_checked: tuple[str, ...]
 ) -> Report:
     if seen.layout is None:
-        not_checked = ("names, dtypes and shapes: see the errors", *not_checked)
+        not_checked = ("tensors: see the errors", *not_checked)
         checked = checked[:2]
     ordered = tuple(sorted(findings, key=lambda f: f.severity))
     return Report(
@@ -120,6 +120,7 @@ def facts(seen: Survey) -> dict[str, Any]:
         "tensors": len(checkpoint.tensors),
         "data_bytes": sum(t.nbytes for t in checkpoint.tensors.values()),
         "file_bytes": sum(s.size for s in checkpoint.shards.values()),
+        "dtypes": dtype_counts(checkpoint),
         "expert_weights": experts,
         "mtp_tensors": sum(n.startswith("mtp.") for n in checkpoint.tensors),
     }
