@@ -12,7 +12,6 @@ import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,7 +175,9 @@ def link_farm(k: Toy) -> None:
     """Turn the checkpoint into what a Hugging Face cache looks like."""
     blobs = k.root.parent / "blobs"
     blobs.mkdir()
-    for i, path in enumerate([*sorted(k.root.glob("*.safetensors")), k.root / CONFIG, k.root / "tokenizer.json"]):
+    for i, path in enumerate(
+        [*sorted(k.root.glob("*.safetensors")), k.root / CONFIG, k.root / "tokenizer.json"]
+    ):
         blob = blobs / f"{i:064x}"
         shutil.move(path, blob)
         path.symlink_to(os.path.relpath(blob, k.root))
@@ -229,8 +230,9 @@ def rename(pattern: Callable[[str], str]) -> Change:
 
 
 def put_twice(k: Toy) -> None:
-    row = k.row("norm.weight")
-    write_shard(k.S(1), [*rows(k.S(1)), (*row[:3], bytes(len(row[3])))])
+    name, dtype, shape, data = k.row("norm.weight")
+    twin = name, dtype, shape, bytes(len(data))
+    k.edit("embed.weight", lambda r: [r, twin])
 
 
 def without_index_entry(*names: str) -> Change:
@@ -244,6 +246,17 @@ def cut_index(k: Toy) -> None:
 def raw(number: int, entries: Mapping[str, tuple[str, list[int], list[int]]], size: int) -> Change:
     header = {n: {"dtype": d, "shape": s, "data_offsets": o} for n, (d, s, o) in entries.items()}
     return lambda k: k.rawhdr(number, header, bytes(size))
+
+
+def odd_names(k: Toy) -> None:
+    """Give all shards a name that only looks like a path."""
+    for path in sorted(k.root.glob("model-*.safetensors")):
+        path.rename(path.with_name(f"模型 x..{path.name.removeprefix('model')}"))
+    k.idx(
+        lambda o: o.update(
+            weight_map={n: f"模型 x..{s.removeprefix('model')}" for n, s in o["weight_map"].items()}
+        )
+    )
 
 
 def single_file(k: Toy) -> None:
@@ -567,7 +580,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("F23-ghost", "0731", mapped("ghost.weight", S(2)), "index.ghost-tensor", ("ghost.weight",), SOURCE),
     Fault("F23-converted", "int8", mapped("ghost.weight", S(2)), "index.ghost-tensor", ("ghost.weight",), OUTPUT),
     Fault("F24-twice", "0731", put_twice, "tensor.twice", ("norm.weight",), SOURCE),
-    Fault("F24-converted", "int8", put_twice, "tensor.twice", ("norm.weight",), OUTPUT, frozenset({"shard.metadata"})),
+    Fault("F24-converted", "int8", put_twice, "tensor.twice", ("norm.weight",), OUTPUT),
     Fault("F24-unindexed", "0731", without_index_entry("norm.weight"), "index.unindexed-tensor", ("norm.weight",), SOURCE),
     Fault("F39-null-hides-nothing", "0731", both(idx(metadata={"total_size": None}), remove(S(2))), "shard.missing", (S(2),), SOURCE),
     Fault("F40-cut", "0731", cut_index, "index.not-json", (INDEX,), SOURCE),
@@ -700,7 +713,7 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
     Neighbour("F39-absent", "0731", lambda k: k.idx(lambda o: o.pop("metadata")), (*SOUND, *MADE), check=exact_total),
     Neighbour("F40-extra-key", "0731", idx(producer="x"), SOUND),
     Neighbour("F41-row-order", "0731", lambda k: write_shard(k.S(2), reversed(rows(k.S(2)))), (*SOUND, *MADE)),
-    Neighbour("F43-odd-name", "0731", lambda k: (k.S(2).rename(k.root / "model 模型..x.safetensors"), k.idx(lambda o: o["weight_map"].update({n: "model 模型..x.safetensors" for n, s in o["weight_map"].items() if s == S(2)}))), (*SOUND, *MADE)),
+    Neighbour("F43-odd-name", "0731", odd_names, (*SOUND, *MADE)),
     Neighbour("F46-leftovers", "0731", leave_backups, SOUND, frozenset({"file.pickle", "file.stray"})),
     Neighbour("F46-not-copied", "0731", leave_backups, MADE, check=pickles_left_behind),
     Neighbour("F50-bom", "0731", lambda k: k.put(CONFIG, b"\xef\xbb\xbf" + (k.root / CONFIG).read_bytes()), (*SOUND, *MADE)),
@@ -721,7 +734,7 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
     Neighbour("D02-sibling", "0731", nothing, ("convert {src} {src}-int8",)),
     Neighbour("D03-first-moment", "0731", lambda k: (k.out / ".dsv4convert").mkdir(parents=True), MADE),
     Neighbour("D04-again", "0731", nothing, (MADE[0], *MADE)),
-    Neighbour("D05-mxfp4-source", "mxfp4", nothing, (MADE[0], "converted {out} --reference {ref} --read-data")),
+    Neighbour("D05-mxfp4-source", "mxfp4", nothing, (MADE[0], MADE[1])),
     Neighbour("D06-both", "0731", nothing, (*SOUND, *MADE)),
     Neighbour("D07-trailing-slash", "0731", nothing, ("original {src}/",)),
     Neighbour("M01-intact", "int8", nothing, ("converted {src} --read-data",)),

@@ -1,7 +1,7 @@
 """Toy checkpoints: made once per session, copied for each test, and a handle that breaks a copy in one place.
 
-A handle speaks of shards by number and of tensors by name; every change keeps the rest of the file sound, so that
-what a check reports is the fault that was meant and nothing else.
+A handle speaks of shards by number and of tensors by name; every change keeps the rest of the file sound, so
+that what a check reports is the fault that was meant and nothing else.
 """
 
 from __future__ import annotations
