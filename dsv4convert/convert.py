@@ -111,6 +111,8 @@ def convert(
     convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
     seconds = time.monotonic() - started
     missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
+    if missing and part is None:
+        raise EnvironmentFault(finding("dst.unfinished", missing[0], "was changed by another process"))
     manifest = None
     # The jobs of an array never close: the last two could do so at the same moment.
     if not missing and part is None:

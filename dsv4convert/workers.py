@@ -8,7 +8,9 @@ which removes its temporary file.
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -104,6 +106,7 @@ def _serve(connection: Connection, function: Callable[[Any, Emit], Any]) -> None
     # The terminal sends SIGINT to the whole group; the parent decides what it means and sends SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def emit(count: int) -> None:
         connection.send(("progress", count))
@@ -116,6 +119,13 @@ def _serve(connection: Connection, function: Callable[[Any, Emit], Any]) -> None
     except Exception as error:
         with suppress(OSError):  # A parent that is gone made the error, and reads none.
             connection.send(("error", error))
+
+
+def _end_with_parent() -> None:
+    # A killed parent ends nobody; an orphan would publish its shard under the feet of the next run.
+    if parent := mp.parent_process():
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave(number: int, frame: object) -> None:
