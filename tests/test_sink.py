@@ -1,4 +1,4 @@
-"""The writing thread: order, hashes, copies without copy_file_range, and errors that surface."""
+"""The writing thread: order, hashes, and errors that surface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from dsv4convert.sink import Sink, file_sha256, shard_digest
+from dsv4convert.sink import Sink, shard_digest
 
 SIZE = 1 << 16
 
@@ -95,9 +95,6 @@ def test_short_writes_are_continued(tmp_path: Path, out: int, monkeypatch: pytes
     assert (tmp_path / "out").read_bytes() == bytes(range(60))
 
 
-# ---- copies
-
-
 def _raises(number: int) -> Callable[..., int]:
     def call(*args: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -105,86 +102,15 @@ def _raises(number: int) -> Callable[..., int]:
     return call
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "copy_file_range": {},
-    "sendfile": {"copy_file_range": _raises(errno.EXDEV)},
-    "range-says-zero": {"copy_file_range": lambda *a: 0},
-    "range-unknown": {"copy_file_range": _raises(errno.ENOSYS)},
-    "through": {"copy_file_range": _raises(errno.EXDEV), "sendfile": _raises(errno.EINVAL)},
-    "through-after-zero": {"copy_file_range": lambda *a: 0, "sendfile": lambda *a: 0},
-}
-
-
-def copied(tmp_path: Path, out: int, count: int = 3 << 20) -> bytes:
-    """Copy a piece of a file into the middle of another one; return the other one."""
-    (tmp_path / "in").write_bytes(np.arange(count // 4 + 100, dtype="<u4").tobytes())
-    source = os.open(tmp_path / "in", os.O_RDONLY)
-    try:
-        sink = Sink(out, 1, 16)
-        sink.write_small("head", b"HEAD", 0)
-        sink.copy(source, 8, 4, count)
-        sink.write_small("tail", b"TAIL", 4 + count)
-        sink.finish()
-    finally:
-        os.close(source)
-    return (tmp_path / "out").read_bytes()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_copy_gives_the_same_bytes_whatever_the_file_system_supports(
-    tmp_path: Path, out: int, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    for name, call in WAYS[way].items():
-        monkeypatch.setattr(os, name, call)
-    data = copied(tmp_path, out)
-    assert data == b"HEAD" + (tmp_path / "in").read_bytes()[8 : 8 + (3 << 20)] + b"TAIL"
-
-
-def test_copy_without_copy_file_range_in_the_library_gives_the_same_bytes(
-    tmp_path: Path, out: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "copy_file_range")
-    assert copied(tmp_path, out)[4:-4] == (tmp_path / "in").read_bytes()[8 : 8 + (3 << 20)]
-
-
-def test_copy_that_fails_half_way_continues_in_the_next_way(
-    tmp_path: Path, out: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = os.copy_file_range, []
-
-    def once(source: int, target: int, count: int, start: int, offset: int) -> int:
-        calls.append(count)
-        if len(calls) > 1:
-            raise OSError(errno.EXDEV, "other file system")
-        return real(source, target, min(count, 12_345), start, offset)
-
-    monkeypatch.setattr(os, "copy_file_range", once)
-    assert copied(tmp_path, out)[4:-4] == (tmp_path / "in").read_bytes()[8 : 8 + (3 << 20)]
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("way", ["copy_file_range", "sendfile", "through"])
-def test_copy_beyond_the_end_of_the_source_is_an_error(
-    tmp_path: Path, out: int, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    for name, call in WAYS[way].items():
-        monkeypatch.setattr(os, name, call)
-    (tmp_path / "in").write_bytes(b"short")
-    source = os.open(tmp_path / "in", os.O_RDONLY)
-    try:
-        sink = Sink(out, 1, 16)
-        sink.copy(source, 0, 0, 10)
-        error = within(20, sink.finish)
-    finally:
-        os.close(source)
-    assert isinstance(error, OSError) and error.errno == errno.EIO
-
-
-def test_hash_of_copied_tensors_is_taken_from_the_producer(out: int) -> None:
+def test_bytes_hashed_by_the_caller_are_written_as_they_are(tmp_path: Path, out: int) -> None:
     sink = Sink(out, 1, 16)
-    sink.hash("t", memoryview(b"ab"))
-    sink.hash("t", memoryview(b"c"))
-    assert sink.finish() == {"t": xxhash.xxh3_128_hexdigest(b"abc")}
+    buffer = sink.take()
+    buffer[:6] = b"abcdef"
+    sink.hash("a", memoryview(buffer)[:2])
+    sink.hash("b", memoryview(buffer)[2:6])
+    sink.write(None, buffer, 6, 1)
+    assert sink.finish() == {"a": xxhash.xxh3_128_hexdigest(b"ab"), "b": xxhash.xxh3_128_hexdigest(b"cdef")}
+    assert (tmp_path / "out").read_bytes() == b"\0abcdef"
 
 
 # ---- errors
@@ -205,14 +131,14 @@ def test_error_of_the_writing_thread_surfaces_in_the_producer_and_never_hangs(
     assert isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("call", ["take", "write_small", "copy", "finish"])
+@pytest.mark.parametrize("call", ["take", "write_small", "finish"])
 def test_error_surfaces_in_the_next_call_whichever_it_is(
     out: int, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(os, "pwrite", _raises(errno.EIO))
     sink = Sink(out, 1, 16)
     sink.write_small("t", b"x", 0)
-    arguments: tuple[Any, ...] = {"write_small": ("u", b"y", 1), "copy": (out, 0, 0, 1)}.get(call, ())
+    arguments: tuple[Any, ...] = {"write_small": ("u", b"y", 1)}.get(call, ())
     for _ in range(1000):  # Until the thread has met the error.
         error = within(20, lambda: getattr(sink, call)(*arguments))
         if isinstance(error, OSError):
@@ -257,10 +183,3 @@ def test_shard_digest_is_one_number_over_header_and_tensor_hashes() -> None:
     wanted = xxhash.xxh3_128(b"HEADER" + b"".join(map(bytes.fromhex, parts.values()))).hexdigest()
     assert shard_digest(b"HEADER", parts) == wanted
     assert shard_digest(b"HEADER", dict(sorted(parts.items()))) != wanted, "data order counts"
-
-
-def test_sha256_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    with open(tmp_path / "a", "rb") as file:
-        found = file_sha256(file.fileno())
-    assert found == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

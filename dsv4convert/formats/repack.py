@@ -30,7 +30,7 @@ I16 = NDArray[np.int16]
 U64 = NDArray[np.uint64]
 
 # Input bytes per step: a step, two scratch copies and the output stay in a 512 KiB L2 cache.
-_STEP = 128 * 1024
+_STEP = 512 * 1024
 # Steps whose block scales are worked on together, which is a sixteenth of the data.
 _STEPS = 8
 
