@@ -45,17 +45,28 @@ class Sink:
         self._raise_error()
         return self._pool.get()
 
-    def write(self, tensor: str | None, buffer: bytearray, count: int, offset: int) -> None:
+    def write(
+        self,
+        tensor: str | None,
+        buffer: bytearray,
+        count: int,
+        offset: int,
+        finish: Callable[[memoryview], None] | None = None,
+    ) -> None:
         """Write the first `count` bytes of a buffer from `take`, then make it free again.
 
         The writing thread also hashes them as bytes of `tensor`, unless that is None because the caller has
-        done so with `hash`.
+        done so with `hash`. `finish` changes the bytes first, in the writing thread: it takes a share of the
+        work when the caller is the slower one.
         """
 
         def task() -> None:
             try:
                 if not self._error:
-                    self._store(tensor, memoryview(buffer)[:count], offset)
+                    view = memoryview(buffer)[:count]
+                    if finish:
+                        finish(view)
+                    self._store(tensor, view, offset)
             finally:
                 self._pool.put(buffer)
 

@@ -19,7 +19,7 @@ from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.codes import count_mxfp4_overflow, count_nan_scales
 from dsv4convert.formats.fp8 import Fp8Decoder, Fp8Stats
 from dsv4convert.formats.int8_shift import RepackStats
-from dsv4convert.formats.repack import Repacker, weigh
+from dsv4convert.formats.repack import Repacker, interleave, weigh
 from dsv4convert.formats.spec import ceil_div
 from dsv4convert.header import ShardReader, TensorInfo
 from dsv4convert.plan import Op, Step
@@ -200,8 +200,8 @@ class Transformer:
                 self._note_overflow(weight.name, packed, scales[part], row)
             buffer = self._sink.take()
             out = _grown(buffer, len(packed) * width)[: len(packed) * width].reshape(-1, width)
-            stats += repacker.repack(packed, scales[part], out, shifts[part], channel[part], row=row)
-            self._sink.write(codes_step.name, buffer, out.nbytes, codes_step.start + row * width)
+            stats += repacker.remap(packed, scales[part], out, shifts[part], channel[part], row=row)
+            self._sink.write(codes_step.name, buffer, out.nbytes, codes_step.start + row * width, _interleave)
         self._sink.write_small(shift_step.name, shifts.tobytes(), shift_step.start)
         self._sink.write_small(scale_step.name, channel.astype("<f4").tobytes(), scale_step.start)
         if not stats.exact:
@@ -286,6 +286,10 @@ def _grown(buffer: bytearray, size: int) -> Bytes:
     if len(buffer) < size:
         buffer.extend(bytes(size - len(buffer)))
     return np.frombuffer(buffer, np.uint8)
+
+
+def _interleave(view: memoryview) -> None:
+    interleave(np.frombuffer(view, np.uint8))
 
 
 @lru_cache(maxsize=32)

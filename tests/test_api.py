@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +87,13 @@ def test_number_of_jobs_below_one_is_a_value_error(sample: Sample, tmp_path: Pat
     with pytest.raises(ValueError, match="jobs"):
         api.convert(sample("short"), tmp_path / "out", jobs=jobs)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("synth", "x", "--ragged", "--scale", "full"), ("convert", "x", "y", "--shards", "4/4")],
+)
+def test_options_that_do_not_go_together_are_a_usage_error(
+    cli: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    assert cli(*arguments).exit_code == 2

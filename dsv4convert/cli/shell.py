@@ -136,6 +136,8 @@ def run(shell: Shell, action: Callable[[], None]) -> None:
         interrupted(shell, Exit.SIGINT)
     except _Terminated:
         interrupted(shell, Exit.SIGTERM)
+    except click.ClickException:
+        raise
     except OSError as error:
         _system_error(shell, error)
     except Exception as error:

@@ -114,10 +114,7 @@ class Repacker:
         self._groups = INT8_SHIFT.groups(k)
         self._step = max(1, _STEP // max(1, k // 2))
         self._rows = self._step * _STEPS
-        # Columns beyond K are never written, so the padding stays zero.
-        self._codes = np.zeros((self._step, self._groups * 8), np.uint64)
         self._shift = np.zeros((self._rows, self._groups * 4), np.uint8)
-        self._low = np.empty(self._step * self._groups * 16, np.uint32)
         self._pair = np.empty((self._step, self._blocks), np.uint64)
         self._present = np.empty((self._rows, self._blocks), np.bool_)
         self._full = np.empty((self._rows, self._blocks), np.bool_)
@@ -125,12 +122,23 @@ class Repacker:
     def repack(
         self, packed: U8, scales: U8, codes: U8, shift2: U8, channel_scale: F32, *, row: int = 0
     ) -> RepackStats:
-        """Repack R rows.
+        """Repack R rows into the stored order; see `remap` for the arguments."""
+        stats = self.remap(packed, scales, codes, shift2, channel_scale, row=row)
+        interleave(codes)
+        return stats
+
+    def remap(
+        self, packed: U8, scales: U8, codes: U8, shift2: U8, channel_scale: F32, *, row: int = 0
+    ) -> RepackStats:
+        """Repack R rows, but for the order of the codes, which `interleave` gives them.
+
+        Two halves of about equal cost, for two threads.
 
         Args:
             packed: [R, K / 2] uint8, C-contiguous, low nibble first; may be read-only.
             scales: [R, K / 32] uint8.
-            codes: [R, ceil(K / 128) * 64] uint8, C-contiguous; receives ``weight_codes``.
+            codes: [R, ceil(K / 128) * 64] uint8, C-contiguous; receives the codes in the
+                order of K, two per byte, zero-padded to whole groups.
             shift2: [R, ceil(K / 128)] uint8; receives ``weight_shift2``.
             channel_scale: [R] float32; receives ``channel_scale``.
             row: Row of the tensor at which the strip starts; only places in the result depend on it.
@@ -189,9 +197,9 @@ class Repacker:
         return self._present[:n], self._full[:n]
 
     def _store_step(self, words: U64, out: U8, present: Bools, full: Bools) -> None:
-        n = len(words)
-        padded = self._codes[:n]
-        codes, pair = padded[:, : self._words], self._pair[:n]
+        padded, pair = out.view(np.uint64), self._pair[: len(words)]
+        codes = padded[:, : self._words]
+        padded[:, self._words :] = 0
         np.bitwise_and(words, _SEVEN, out=codes)
         # Magnitude codes plus 2: 2 only for zero, and bit 3 only from 6 on; the union of a block keeps both.
         np.add(codes, _TWO, out=codes)
@@ -203,16 +211,6 @@ class Repacker:
         np.add(codes, _FIVE, out=codes)
         np.bitwise_or(codes, _SEVEN, out=codes)
         np.bitwise_and(codes, words, out=codes)
-        self._interleave(padded, out)
-
-    def _interleave(self, codes: U64, out: U8) -> None:
-        """Store linear groups in the order ``g128-split64``: one 16-bit word of each half per 32-bit word."""
-        halves, words = codes.view(np.uint16).reshape(-1, 2, 16), out.view(np.uint32).reshape(-1, 16)
-        low = self._low[: words.size].reshape(-1, 16)
-        np.copyto(words, halves[:, 1])
-        np.left_shift(words, np.uint32(16), out=words)
-        np.copyto(low, halves[:, 0])
-        np.bitwise_or(words, low, out=words)
 
     def _store_shifts(self, shift: U8, out: U8) -> None:
         n = len(shift)
@@ -220,6 +218,23 @@ class Repacker:
         # One product moves four 2-bit fields, a byte apart, into the top byte: bits 24, 26, 28, 30.
         fields = self._shift[:n].view(np.uint32) * np.uint32(0x01041040)
         out[:] = fields.view(np.uint8)[:, 3::4]
+
+
+def interleave(codes: U8) -> None:
+    """Bring groups from the order of K into the order ``g128-split64``, in place.
+
+    Every 32-bit word gets one 16-bit word of each half of its group.
+
+    Args:
+        codes: uint8, C-contiguous, whole groups of 64 bytes.
+    """
+    groups = codes.reshape(-1, 64)
+    for start in range(0, len(groups), _STEP // 64):
+        words = groups[start : start + _STEP // 64].view(np.uint32)
+        halves = words.view(np.uint16).reshape(-1, 2, 16)
+        low, high = halves[:, 0].astype(np.uint32), halves[:, 1].astype(np.uint32)
+        np.left_shift(high, np.uint32(16), out=high)
+        np.bitwise_or(low, high, out=words)
 
 
 def _row_exponents(raised: U8, full: Bools, packed: U8) -> tuple[I16, I16]:
@@ -262,12 +277,10 @@ def _remap(codes: U8, special: NDArray[np.intp], scales: U8, e_max: I16) -> _Spe
     rows, blocks = np.divmod(special, scales.shape[1])
     scale = scales.take(special)
     delta = np.clip(e_max[rows] - (scale.astype(np.intp) + 1), _DELTA_LOW, _DELTA_HIGH)
-    # Block b of a group: eight 16-bit words, every other one, of its lower (b even) or upper half.
-    start = (rows * codes.shape[1] >> 1) + (blocks >> 2) * 32 + (blocks & 1) * 16 + (blocks >> 1 & 1)
-    place = start[:, None] + np.arange(0, 16, 2)
-    words = codes.reshape(-1).view(np.uint16)
-    index = (delta - _DELTA_LOW)[:, None] * 256 + words.take(place).view(np.uint8)
-    words[place] = _CODES.take(index).view(np.uint16)
+    blocks_of = codes.reshape(-1, 16)
+    place = rows * (codes.shape[1] // 16) + blocks
+    index = (delta - _DELTA_LOW)[:, None] * 256 + blocks_of[place]
+    blocks_of[place] = _CODES.take(index)
     return _Special(delta, _LOSSES.take(index).sum(axis=1), scale)
 
 
