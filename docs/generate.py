@@ -41,6 +41,7 @@ _FAMILIES = {
     "src": "The source of a conversion",
     "dst": "The destination of a conversion",
     "tp": "Tensor parallelism",
+    "serve": "Serving",
     "manifest": "The manifest",
     "reference": "Comparison with the source",
     "content": "Stored bytes",

@@ -112,6 +112,8 @@ CATALOG: Mapping[str, Kind] = {
     "dst.not-converted": Kind("error", "The checkpoint is an official one, not a conversion.", "check it with `dsv4convert original`"),
     "dst.unfinished": Kind("error", "The conversion is not finished.", "run the same `convert` command again; finished shards are kept"),
     "tp.split": Kind("error", "A tensor-parallel split would cut a block or group.", "choose another tensor-parallel size or layout"),
+    "serve.context": Kind("error", "The context is longer than the model's `max_position_embeddings`.", "choose a shorter `--context`"),
+    "serve.memory": Kind("error", "Weights and KV pools do not fit the cards.", "lower `--context` or `--concurrency`, or raise `--tp` or `--mem-fraction-static`; `docs/memory.md` has the formulas"),
     # A converted checkpoint.
     "shard.metadata": Kind("warning", "A shard lacks `format: pt`; some loaders refuse or skip it.", "convert with this tool, which writes it"),
     "manifest.missing": Kind("warning", "There is no `dsv4convert.json`: the checkpoint is of other origin.", "names, dtypes, shapes and config are checked all the same; origin and hashes are not"),

@@ -17,8 +17,8 @@ from typing import Any
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.spec import INT8_SHIFT, MXFP4, PACKING, ROUNDING, ceil_div
 from dsv4convert.geometry import Geometry
-from dsv4convert.names import Layout, Unit, unit_kinds
-from dsv4convert.table import Role, Storage
+from dsv4convert.names import Layout, Unit
+from dsv4convert.table import Storage
 from dsv4convert.writer import WRITER_VERSION
 
 SECTION = "dsv4convert"
@@ -142,24 +142,3 @@ def split_findings(g: Geometry, layout: Layout, tp: int) -> tuple[Finding, ...]:
         for what, size, multiple, pieces in splits
         if size % (tp * multiple)
     )
-
-
-_SPLIT_ROLES = frozenset({Role.EMBEDDING, Role.HEAD, Role.SHARED_EXPERT, Role.ROUTED_EXPERT})
-#: Attention weights that every GPU holds whole: the latent projections serve all heads.
-_WHOLE = ("wq_a", "wkv")
-
-
-def bytes_per_gpu(units: Iterable[Unit], layout: Layout, tp: int) -> int:
-    """Return the weight bytes that each of `tp` GPUs holds.
-
-    Heads, output groups, shared and routed experts and the vocabulary are split; latent projections,
-    compressors, indexers, routers, norms, hyper-connections, draft heads and vision are on every GPU.
-    Workspace, KV cache and padding of a runtime come on top.
-    """
-    total = 0
-    for unit, count in unit_kinds(units):
-        size = unit.nbytes(layout)
-        leaf = unit.base.removesuffix(".weight").rsplit(".", 1)[-1]
-        attention = unit.row.role is Role.ATTENTION and leaf not in _WHOLE
-        total += count * (ceil_div(size, tp) if attention or unit.row.role in _SPLIT_ROLES else size)
-    return total

@@ -44,6 +44,7 @@ LEVELS = {
     "checkpoint": 5,
     "names": 5,
     "handoff": 6,
+    "memory": 6,
     "survey": 6,
     "plan": 7,
     "journal": 8,

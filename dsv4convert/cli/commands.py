@@ -12,9 +12,11 @@ from typing import Any
 import click
 
 from dsv4convert.cli import pages
+from dsv4convert.cli.memory import memory_options
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
 from dsv4convert.errors import Exit, errors_of
+from dsv4convert.memory import Demand
 from dsv4convert.names import Layout
 from dsv4convert.releases import RELEASES
 
@@ -124,6 +126,7 @@ def original(shell: Shell, src: Path, strict: bool) -> None:
 )
 @click.option("--steps", is_flag=True, help="With --json: add one object per output tensor.")
 @_jobs("Processes the estimate assumes.")
+@memory_options
 @command_options
 def plan(
     shell: Shell,
@@ -133,6 +136,7 @@ def plan(
     dst: Path | None,
     steps: bool,
     jobs: int | None,
+    demand: Demand,
 ) -> None:
     """Show every decision and every total of a conversion of SRC, without writing anything."""
     from dsv4convert.checkpoint import open_checkpoint
@@ -147,7 +151,7 @@ def plan(
         fail(shell, seen.findings, Exit.FINDINGS)
     made = make_plan(seen, experts)
     speed = measure_write_speed(dst) if dst else None
-    budget = pages.Budget.of(seen, made, tp or (4, 8), dst, speed, _default_jobs(jobs))
+    budget = pages.Budget.of(seen, made, tp, demand, dst, speed, _default_jobs(jobs))
     faults = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
     faults += budget.findings(made)
     if shell.json:

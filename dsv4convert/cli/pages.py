@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsv4convert.cli import memory
 from dsv4convert.cli.progress import duration, gib, gigabytes
 from dsv4convert.errors import Finding, encodable, errors_of, finding
-from dsv4convert.handoff import bytes_per_gpu, split_findings
+from dsv4convert.handoff import split_findings
 from dsv4convert.header import TensorInfo
+from dsv4convert.memory import Demand, GpuMemory, read_positions, weights_per_gpu
+from dsv4convert.names import Layout
 from dsv4convert.plan import Plan
-from dsv4convert.releases import RELEASES
 from dsv4convert.survey import Survey
 from dsv4convert.validate.structure import facts, role_table
 
@@ -72,8 +74,10 @@ class Budget:
     """What a plan costs on a machine: disk, memory, time, and weight bytes per GPU.
 
     Attributes:
-        per_gpu: Tensor-parallel size -> weight bytes per GPU.
+        per_gpu: Tensor-parallel size -> weight bytes per GPU, the draft's included.
         unsplittable: Sizes that would cut a block or group.
+        memory: Memory of a GPU for every size that was named and divides, if this project serves the model.
+        draft: Kind of the draft, for people.
         free: Bytes free at the destination, None when none was named.
         write_speed: Bytes per second measured there.
         jobs: Processes assumed.
@@ -83,6 +87,8 @@ class Budget:
 
     per_gpu: dict[int, int]
     unsplittable: tuple[int, ...]
+    memory: tuple[GpuMemory, ...]
+    draft: str
     free: int | None
     write_speed: float | None
     jobs: int
@@ -91,35 +97,50 @@ class Budget:
 
     @classmethod
     def of(
-        cls, seen: Survey, plan: Plan, sizes: Iterable[int], dst: Path | None, speed: float | None, jobs: int
+        cls,
+        seen: Survey,
+        plan: Plan,
+        tp: Sequence[int],
+        demand: Demand,
+        dst: Path | None,
+        speed: float | None,
+        jobs: int,
     ) -> Budget:
-        """Work out the budget of a plan."""
-        sizes = tuple(sizes)
-        geometry = seen.geometry
+        """Work out the budget of a plan; `tp` holds the sizes that were named."""
+        sizes, geometry = tp or (4, 8), seen.geometry
         cut = tuple(n for n in sizes if geometry and split_findings(geometry, plan.layout, n))
+        # What this project serves holds its experts as INT8 on the card, however they are stored.
+        held = Layout.INT8 if memory.is_served(seen) else plan.layout
+        weights = {n: weights_per_gpu(seen.units, held, n) for n in sizes}
         return cls(
-            per_gpu={n: bytes_per_gpu(seen.units, plan.layout, n) for n in sizes},
+            per_gpu={n: w.target + w.draft for n, w in weights.items()},
             unsplittable=cut,
+            memory=memory.budgets(seen, [n for n in tp if n not in cut], demand),
+            draft="DSpark" if geometry and geometry.draft.is_dspark else "NextN",
             free=shutil.disk_usage(_existing(dst)).free if dst else None,
             write_speed=speed,
             jobs=jobs,
             seconds=plan.file_bytes / speed if speed else None,
-            served=_served(plan),
+            served=_served(seen),
         )
 
     def findings(self, plan: Plan) -> list[Finding]:
-        """Return what stands in the way at the destination."""
+        """Return what stands in the way at the destination and on the cards."""
+        # A context beyond the model's is one fault, however many sizes were named.
+        serving = list(dict.fromkeys(f for m in self.memory for f in m.findings()))
         if self.free is None or self.free >= plan.disk_bytes:
-            return []
+            return serving
         problem = "the destination file system is too small"
         expected = f"{plan.disk_bytes:,} bytes free"
-        return [finding("dst.no-space", "--dst", problem, expected=expected, found=f"{self.free:,}")]
+        found = f"{self.free:,}"
+        return [*serving, finding("dst.no-space", "--dst", problem, expected=expected, found=found)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
             "weight_bytes_per_gpu": {str(n): size for n, size in self.per_gpu.items()},
             "tp_cuts_a_block": list(self.unsplittable),
+            "gpu_memory": {str(m.tp): m.as_dict() for m in self.memory},
             "memory_bytes": MEMORY_PER_PROCESS * self.jobs,
             "jobs": self.jobs,
             "free_bytes": self.free,
@@ -136,12 +157,14 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _served(plan: Plan) -> str:
-    if plan.release is None:
+def _served(seen: Survey) -> str:
+    if not memory.is_served(seen):
+        return "no runtime of this project serves this release: no KV budget; the result is for other loaders"
+    if read_positions(seen.checkpoint.config) is None:
+        return "no KV budget: `config.json` lacks the numbers about positions, window or rope"
+    if seen.release is None:
         return "a derivative: served like the release it comes from, untested"
-    if RELEASES[plan.release].served:
-        return "the SM80 runtime of this project is not part of this version yet"
-    return "no runtime of this project serves this release; the result is for other loaders"
+    return "the SM80 runtime of this project is not part of this version yet"
 
 
 def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -166,6 +189,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     for n, size in budget.per_gpu.items():
         note = f"  cannot be split: `--tp {n}` says why" if n in budget.unsplittable else ""
         yield f"  TP{n:<8} {gib(size)} of weights per GPU{note}"
+    for size_memory in budget.memory:
+        yield from memory.lines(size_memory, budget.draft)
     yield f"  serving    {budget.served}"
     yield f"  digest     {plan.digest}"
 
