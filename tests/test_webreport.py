@@ -419,9 +419,9 @@ def test_numbers_read_as_people_write_them() -> None:
     assert [error(v, "").text for v in (0, 0.0123, 0.001, 1.6e-5, 1)] == [
         "0",
         "0.012",
-        "0.001",
+        "0.0010",
         "1.6 \N{MULTIPLICATION SIGN} 10⁻⁵",
-        "1",
+        "1.0",
     ]
     assert [share(v, "").text for v in (0, 1, 0.5, 1 - 1e-12)] == ["0 %", "100 %", "50.0000 %", "99.9999 %"]
     assert [short_number(n) for n in (7, 950, 1200, 12_700, 5_000_000, 7 * 10**9)] == [

@@ -36,7 +36,7 @@ def error(value: float, source: str) -> Cited:
     if value == 0:
         return Cited(value, "0", source)
     if value >= 1e-3:
-        return Cited(value, f"{value:.2g}", source)
+        return Cited(value, f"{value:#.2g}", source)
     digits, _, exponent = f"{value:.1e}".partition("e")
     return Cited(value, f"{digits} {_TIMES} 10{_superscript(int(exponent))}", source)
 
