@@ -1,5 +1,5 @@
 # One command per need. Works in a fresh clone with python3 (3.10 or newer, with venv) and make.
-#   make demo      a tiny synthetic checkpoint, validated, planned, converted and verified
+#   make demo      a tiny synthetic checkpoint, validated, planned, converted, verified and reported on
 #   make test      format, lint, types, then every test
 #   make quality   format, lint, types, layers: the fast part of `make test`
 #   make style     rewrite the code to the house format
@@ -32,12 +32,12 @@ $(VENV)/.created:
 
 $(VENV)/.package: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 	@echo "installing dsv4convert and torch into $(VENV) (about a minute, once)"
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable '.[report]'
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.package
 	@echo "installing the test tools into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[dev,oracle]'
+	@$(PIP_INSTALL) --editable '.[dev,oracle,report]'
 	@touch $@
 
 # $(call step,ARGUMENTS): show a command, run it, show what it says.
@@ -56,7 +56,8 @@ demo: $(VENV)/.package
 	$(call step,converted $(DEMO)/int8 --reference $(DEMO)/official --read-data)
 	$(call step,convert $(DEMO)/official $(DEMO)/mxfp4 --experts mxfp4)
 	$(call step,converted $(DEMO)/mxfp4 --reference $(DEMO)/official --read-data)
-	@printf '\nThe source and both results lie in $(DEMO)/: official, int8, mxfp4.\n'
+	$(call step,report $(DEMO)/int8 -o $(DEMO)/int8-report.html)
+	@printf '\nThe source, both results and the report lie in $(DEMO)/: official, int8, mxfp4, int8-report.html.\n'
 
 lint: $(VENV)/.tools
 	$(PY) -m ruff check

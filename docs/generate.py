@@ -45,6 +45,7 @@ _FAMILIES = {
     "manifest": "The manifest",
     "reference": "Comparison with the source",
     "content": "Stored bytes",
+    "report": "The report page",
     "io": "Reading and writing",
     "worker": "Worker processes",
     "env": "The installation",

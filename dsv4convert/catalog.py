@@ -122,9 +122,14 @@ CATALOG: Mapping[str, Kind] = {
     "reference.other": Kind("error", "The reference is not the source of this conversion.", "pass the checkpoint that was converted"),
     "reference.bytes": Kind("error", "A tensor differs from what the reference gives.", "convert this checkpoint again from the reference"),
     "content.hash": Kind("error", "Stored bytes do not have the recorded hash.", "convert again, or restore the file from where it was published"),
+    # A report page.
+    "report.no-manifest": Kind("error", "There is no `dsv4convert.json`, so nothing tells what the conversion did.", "convert with this tool; `dsv4convert converted` checks checkpoints of other origin"),
+    "report.not-json": Kind("error", "A file passed as a saved check is not the output of `converted --json`.", "save one with `dsv4convert converted DST ... --json > check.json`"),
+    "report.other": Kind("error", "A saved check is about another checkpoint.", "run `dsv4convert converted DST ... --json > check.json` on this checkpoint"),
     # The machine.
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
     "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),
+    "env.missing": Kind("error", "A library that this command needs is not installed.", "install it as the message says"),
     "worker.killed": Kind("error", "A worker process ended without a result.", "the system may have run out of memory; run the same command again with fewer `--jobs`"),
 }
 # fmt: on

@@ -55,6 +55,7 @@ def build_manifest(
             },
             "files_sha256": dict(sorted(files.items())),
         },
+        "roles": decisions["roles"],
         "experts": _expert_totals(by_shard.values()),
         "rounded": [f for s in plan.shards for f in by_shard[s.name].rounded],
         "tensors": _tensors(plan, by_shard),

@@ -15,6 +15,7 @@ from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.spec import INT8_SHIFT, Stored, ceil_div, nbytes
 from dsv4convert.geometry import Geometry
 from dsv4convert.names import Layout, Unit, unit_kinds
+from dsv4convert.releases import Release
 from dsv4convert.table import Role, Storage
 
 #: Bytes that CUDA reports as the size of an A100 or A800 with 80 GB: 79.25 GiB, as torch prints it.
@@ -312,6 +313,24 @@ class GpuMemory:
 def implements(g: Geometry) -> bool:
     """Tell whether the pools below are those of the model: V4 attention with ratios 0, 4 and 128."""
     return g.family == "v4" and set(g.ratios) <= {0, 4, 128}
+
+
+def is_served(g: Geometry | None, release: Release | None) -> bool:
+    """Tell whether the runtime of this project is meant to serve a model."""
+    meant = release is None or release.served
+    return meant and g is not None and implements(g)
+
+
+def bytes_per_gpu(
+    units: Iterable[Unit], g: Geometry | None, release: Release | None, layout: Layout, tp: int
+) -> int:
+    """Return the weight bytes of one of `tp` GPUs, draft included.
+
+    What this project serves holds its experts as INT8 on the card, however the checkpoint stores them.
+    """
+    held = Layout.INT8 if is_served(g, release) else layout
+    weights = weights_per_gpu(units, held, tp)
+    return weights.target + weights.draft
 
 
 def gpu_memory(

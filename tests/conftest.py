@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,6 +30,13 @@ settings.load_profile("house")
 
 # Marker -> the option without which such a test is left out.
 GATED = {"gpu": "--gpu", "bench": "--run-benchmark"}
+# A test marked `browser` runs wherever one of these is installed, CI included.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def browser() -> str | None:
+    """Return the path of a browser for the tests marked `browser`, None where there is none."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,10 +48,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect (not skip: a skip is a test that could not say anything) what was not asked for."""
     closed = [marker for marker, option in GATED.items() if not config.getoption(option)]
+    closed += [] if browser() else ["browser"]
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in closed)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why tests are left out that nobody chose to leave out."""
+    if not browser():
+        terminalreporter.write_line(
+            f"left out: tests marked `browser`, none of {', '.join(BROWSERS)} is here"
+        )
 
 
 @pytest.fixture

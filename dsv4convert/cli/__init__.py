@@ -7,5 +7,8 @@ documents them in its help.
 from __future__ import annotations
 
 from dsv4convert.cli.commands import main
+from dsv4convert.cli.report import report
+
+main.add_command(report)
 
 __all__ = ["main"]

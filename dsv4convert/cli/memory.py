@@ -15,7 +15,7 @@ from dsv4convert.memory import (
     Demand,
     GpuMemory,
     gpu_memory,
-    implements,
+    is_served,
     read_positions,
 )
 from dsv4convert.survey import Survey
@@ -75,16 +75,10 @@ def memory_options(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def is_served(seen: Survey) -> bool:
-    """Tell whether the runtime of this project is meant to serve the model."""
-    meant = seen.release is None or seen.release.served
-    return meant and seen.geometry is not None and implements(seen.geometry)
-
-
 def budgets(seen: Survey, sizes: Iterable[int], demand: Demand) -> tuple[GpuMemory, ...]:
     """Return the memory budget for each tensor-parallel size; none for a model that nothing here serves."""
     positions = read_positions(seen.checkpoint.config)
-    if seen.geometry is None or positions is None or not is_served(seen):
+    if seen.geometry is None or positions is None or not is_served(seen.geometry, seen.release):
         return ()
     return tuple(gpu_memory(seen.geometry, positions, seen.units, tp, demand) for tp in sizes)
 

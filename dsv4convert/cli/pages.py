@@ -14,8 +14,7 @@ from dsv4convert.cli.progress import duration, gib, gigabytes
 from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.handoff import split_findings
 from dsv4convert.header import TensorInfo
-from dsv4convert.memory import Demand, GpuMemory, read_positions, weights_per_gpu
-from dsv4convert.names import Layout
+from dsv4convert.memory import Demand, GpuMemory, bytes_per_gpu, is_served, read_positions
 from dsv4convert.plan import Plan
 from dsv4convert.survey import Survey
 from dsv4convert.validate.structure import facts, role_table
@@ -109,11 +108,9 @@ class Budget:
         """Work out the budget of a plan; `tp` holds the sizes that were named."""
         sizes, geometry = tp or (4, 8), seen.geometry
         cut = tuple(n for n in sizes if geometry and split_findings(geometry, plan.layout, n))
-        # What this project serves holds its experts as INT8 on the card, however they are stored.
-        held = Layout.INT8 if memory.is_served(seen) else plan.layout
-        weights = {n: weights_per_gpu(seen.units, held, n) for n in sizes}
+        model = seen.units, geometry, seen.release, plan.layout
         return cls(
-            per_gpu={n: w.target + w.draft for n, w in weights.items()},
+            per_gpu={n: bytes_per_gpu(*model, n) for n in sizes},
             unsplittable=cut,
             memory=memory.budgets(seen, [n for n in tp if n not in cut], demand),
             draft="DSpark" if geometry and geometry.draft.is_dspark else "NextN",
@@ -158,7 +155,7 @@ def _existing(path: Path) -> Path:
 
 
 def _served(seen: Survey) -> str:
-    if not memory.is_served(seen):
+    if not is_served(seen.geometry, seen.release):
         return "no runtime of this project serves this release: no KV budget; the result is for other loaders"
     if read_positions(seen.checkpoint.config) is None:
         return "no KV budget: `config.json` lacks the numbers about positions, window or rope"

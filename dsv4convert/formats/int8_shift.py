@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,7 @@ class RepackStats:
         first_low_row: The first of them.
         wide_rows: Rows with a raw span above 3.
         max_span: Largest difference of raw scale bytes between non-zero blocks of one row.
+        spans: Rows that are not all zero, counted by that difference: 0, 1, 2, ... up to `max_span`.
         blocks, zero_blocks: Blocks of 32 codes, and those whose codes are all zero.
         doubled_blocks: Blocks with delta < 0: other codes, same values.
         rounded_blocks: Blocks with delta 4, 5, 6, 7 and 8 or more.
@@ -174,6 +176,7 @@ class RepackStats:
     first_low_row: int | None = None
     wide_rows: int = 0
     max_span: int = 0
+    spans: tuple[int, ...] = ()
     blocks: int = 0
     zero_blocks: int = 0
     doubled_blocks: int = 0
@@ -241,7 +244,7 @@ def _first(a: Any, b: Any) -> Any:
 
 
 def _add_each(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 # How a field of two strips becomes one; what is not named here adds up.
@@ -251,4 +254,5 @@ _MERGE: Mapping[str, Callable[[Any, Any], Any]] = {
     "max_span": max,
     "worst_block": max,
     "rounded_blocks": _add_each,
+    "spans": _add_each,
 }

@@ -317,6 +317,7 @@ def _row_stats(e_max: I16, top: I16, lowest: I16, row: int) -> RepackStats:
         first_low_row=row + int(low[0]) if len(low) else None,
         wide_rows=int(np.count_nonzero(span > 3)),
         max_span=int(span.max(initial=0)),
+        spans=tuple(np.bincount(span[top > 0]).tolist()),
     )
 
 

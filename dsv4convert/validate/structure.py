@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,12 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
             )
         else:
             checked.append("manifest: against shards, tensors and side files")
-    return _report(seen, findings, tuple(checked), tuple(not_checked))
+    report = _report(seen, findings, tuple(checked), tuple(not_checked))
+    if not manifest:
+        return report
+    # Tells which conversion a saved report is about.
+    digest = hashlib.sha256((checkpoint.root / MANIFEST).read_bytes()).hexdigest()
+    return replace(report, facts={**report.facts, "manifest_sha256": digest})
 
 
 def _report(

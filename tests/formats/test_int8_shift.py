@@ -301,6 +301,7 @@ def test_stats_rows_and_blocks_equal_a_count_by_rows():
     assert stats.zero_blocks == np.count_nonzero(~present)
     assert (stats.rows, stats.blocks) == (len(packed), present.size)
     assert (stats.max_span, stats.wide_rows) == (max(spans), sum(s > 3 for s in spans))
+    assert list(stats.spans) == [spans.count(s) for s in range(max(spans) + 1)]
     assert stats.doubled_blocks == np.count_nonzero(deltas < 0)
     expected = [*(np.count_nonzero(deltas == d) for d in range(4, 8)), np.count_nonzero(deltas >= 8)]
     assert list(stats.rounded_blocks) == expected
@@ -408,3 +409,4 @@ def test_repack_real_scales_have_raw_spans_of_one_or_two(name, spans):
     # The stats see the same, under codes that are nowhere zero.
     *_, stats = run(np.full((2048, 2048), 0x67, np.uint8), raw)
     assert (stats.max_span, stats.wide_rows, stats.exact) == (2, 0, True)
+    assert stats.spans == (0, spans[1], spans[2])

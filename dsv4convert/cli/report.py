@@ -1,0 +1,55 @@
+"""The command `report`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options
+from dsv4convert.errors import Exit, encodable, errors_of
+
+
+@click.command(epilog=EXIT_HELP)
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The page; replaced if it exists. [default: DST's name with `-report.html`, in this directory]",
+)
+@click.option(
+    "--reference-report",
+    "saved",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    metavar="FILE.json",
+    help="Show a check of DST saved by `converted --json`; repeatable.",
+)
+@command_options
+def report(shell: Shell, dst: Path, output: Path | None, saved: tuple[Path, ...]) -> None:
+    """Write one HTML page about the conversion in DST: what was made, lost and checked.
+
+    Needs `pip install 'dsv4convert[report]'`. The structure is checked on the way; errors are shown on the
+    page and fail the command.
+    """
+    from dsv4convert.webreport import make_page
+    from dsv4convert.writer import write_bytes
+
+    page = make_page(dst, saved)
+    target = (output or Path(f"{dst.resolve().name}-report.html")).absolute()
+    data = page.html.encode()
+    write_bytes(target, target.parent, data)
+    errors = errors_of(page.report.findings)
+    if shell.json:
+        result = {"ok": not errors, "file": encodable(os.fspath(target)), "bytes": len(data)}
+        findings = [f.as_dict() for f in page.report.findings]
+        shell.data(json.dumps(result | {"findings": findings}, indent=1))
+    else:
+        shell.findings(page.report.findings)
+        shell.data(f"{output or target.name}: {len(data):,} bytes; {page.report.verdict()}")
+    if errors:
+        raise SystemExit(Exit.FINDINGS)

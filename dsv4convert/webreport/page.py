@@ -1,0 +1,128 @@
+"""The page: facts, pictures and checks poured into `page.html`, which escapes whatever it is given."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from dsv4convert import __version__
+from dsv4convert.errors import errors_of
+from dsv4convert.files import printable
+from dsv4convert.handoff import split_findings
+from dsv4convert.memory import bytes_per_gpu
+from dsv4convert.names import Layout
+from dsv4convert.survey import Survey
+from dsv4convert.validate.report import Report
+from dsv4convert.webreport.cited import Cited
+from dsv4convert.webreport.facts import PROJECTIONS, Facts
+from dsv4convert.webreport.figures import heat_map, histogram
+
+_SIZES = (4, 8)
+_CARDS = (40, 80)  # GiB of the two kinds of A100 and A800
+
+
+class Gpu(NamedTuple):
+    """Weights of each of `size` GPUs; `fill` is their share of a card in percent, by its GiB."""
+
+    size: int
+    weights: Cited
+    fill: dict[int, float]
+    cut: str
+
+
+class Check(NamedTuple):
+    """A check as the page shows it; `state` is ``ok``, ``warning`` or ``failed``."""
+
+    report: Report
+    verdict: str
+    state: str
+
+
+def render_page(name: str, facts: Facts, seen: Survey, reports: Sequence[Report]) -> str:
+    """Return the page.
+
+    Args:
+        name: Name of the checkpoint's directory.
+        facts: What the manifest says.
+        seen: The checkpoint itself, for the split over GPUs.
+        reports: The structural check that was just made, then saved ones.
+    """
+    checks = [_check(report) for report in reports]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
+    )
+    environment.filters["code"] = _code
+    html = environment.from_string(_resource("page.html")).render(
+        name=name,
+        shell_name=shlex.quote(name),
+        version=__version__,
+        style=Markup(_resource("page.css")),
+        facts=facts,
+        experts=facts.experts,
+        projections=PROJECTIONS,
+        pictures=_pictures(facts),
+        gpus=_gpus(seen, facts.layout),
+        cards=_CARDS,
+        checks=checks,
+        overall=_overall(checks),
+        manifest_sha256=reports[0].facts["manifest_sha256"],
+    )
+    return html.encode("utf-8", "backslashreplace").decode()
+
+
+def _printable(value: Any) -> Any:
+    """Let no control character and no change of direction through; markup of our own stays as it is."""
+    return printable(value, 4096) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _code(text: str) -> Markup:
+    """Escape a sentence and set what stands between backticks as code."""
+    parts = printable(text, 4096).split("`")
+    if len(parts) % 2 == 0:
+        return escape("`".join(parts))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)
+    )
+
+
+def _resource(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _pictures(facts: Facts) -> dict[str, Markup]:
+    if facts.experts is None:
+        return {}
+    # The only strings in them that come from outside are numbers and names that matched a pattern.
+    return {
+        "heat": Markup(heat_map(facts.experts.layers)),
+        "spans": Markup(histogram(facts.experts.spans)),
+    }
+
+
+def _gpus(seen: Survey, layout_name: str) -> list[Gpu]:
+    if seen.geometry is None or layout_name not in (Layout.INT8.value, Layout.MXFP4.value):
+        return []
+    layout = Layout(layout_name)
+    gpus = []
+    for size in _SIZES:
+        weights = bytes_per_gpu(seen.units, seen.geometry, seen.release, layout, size)
+        cited = Cited(weights, f"{weights / 2**30:,.2f} GiB", f"plan:/weight_bytes_per_gpu/{size}")
+        cuts = [f"{f.where}: {f.problem}" for f in split_findings(seen.geometry, layout, size)]
+        fill = {card: round(100 * weights / (card << 30), 2) for card in _CARDS}
+        gpus.append(Gpu(size, cited, fill, "; ".join(cuts)))
+    return gpus
+
+
+def _check(report: Report) -> Check:
+    state = "failed" if errors_of(report.findings) else "warning" if report.findings else "ok"
+    return Check(report, report.verdict(), state)
+
+
+def _overall(checks: Sequence[Check]) -> Check:
+    """Return the check that the head of the page quotes: a failed one, else the one that compared most."""
+    return max(checks, key=lambda c: (c.state == "failed", c.report.contents or 0))

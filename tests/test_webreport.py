@@ -1,0 +1,430 @@
+"""The report page: its numbers are those of manifest and plan, nothing gets into it as markup, it refuses."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from dsv4convert import api
+from dsv4convert.webreport import make_page
+from dsv4convert.webreport.cited import error, share
+from dsv4convert.webreport.figures import heat_class, short_number
+from tests.conftest import Ran
+from tests.samples import INDEX, MANIFEST, read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}&amp;\u202e\x1b"
+
+
+@pytest.fixture(scope="module")
+def made(sample: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return ``made(layout)``: a conversion of the shortest sample, made once; not to be changed."""
+    root = tmp_path_factory.mktemp("report")
+
+    def make(layout: str) -> Path:
+        if not (root / layout).exists():
+            api.convert(sample("short"), root / layout, experts=layout)
+        return root / layout
+
+    return make
+
+
+@pytest.fixture
+def copy(made: Callable[[str], Path], tmp_path: Path) -> Path:
+    """Return a copy of the int8 conversion that a test may break."""
+    return Path(shutil.copytree(made("int8"), tmp_path / "model"))
+
+
+def edit(root: Path, change: Callable[[Any], object]) -> None:
+    """Change the manifest."""
+    tree = read_json(root / MANIFEST)
+    change(tree)
+    (root / MANIFEST).write_text(json.dumps(tree))
+
+
+class Parsed(HTMLParser):
+    """A page as lists: elements with attributes, cited numbers, and digits of cells outside of them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.cited: list[tuple[str, str, str]] = []
+        self.uncited: list[str] = []
+        self.text = ""
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link"):
+            self._open.append((tag, dict(attrs)))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        tags = [tag for tag, _ in self._open]
+        if tags and tags[-1] == "data":
+            attributes = self._open[-1][1]
+            self.cited.append((attributes["value"] or "", attributes["data-source"] or "", data))
+        elif "td" in tags or "dd" in tags:
+            sourced = any("data-source" in attributes for _, attributes in self._open)
+            if re.search(r"\d", data) and "code" not in tags and not sourced:
+                self.uncited.append(data)
+
+
+def look_up(tree: Any, keys: list[str]) -> Iterator[Any]:
+    """Yield every value that a pointer with `*` names."""
+    if not keys:
+        yield tree
+    elif isinstance(tree, dict):
+        for name in tree:
+            if fnmatch.fnmatchcase(name, keys[0]):
+                yield from look_up(tree[name], keys[1:])
+    elif isinstance(tree, list) and keys[0] == "*":
+        yield from tree
+    elif isinstance(tree, list):
+        pooled, first = keys[0].endswith(".."), int(keys[0].removesuffix(".."))
+        yield from tree[first:] if pooled else tree[first : first + 1]
+
+
+WORK: dict[str, Callable[[list[Any]], Any]] = {
+    "": lambda values: values[0] if len(values) == 1 else pytest.fail(f"{len(values)} values"),
+    "sum": sum,
+    "count": len,
+    "zeros": lambda values: values.count(0),
+    "max": max,
+    "mean": lambda values: fsum(values) / len(values),
+}
+
+
+def expected_number(source: str, manifest: Any, plan: Any) -> Any:
+    """Look a source up, by the rules that `docs/report.md` gives to readers."""
+    tree = plan if source.startswith("plan:") else manifest
+    work, slash, pointer = source.removeprefix("plan:").partition("/")
+    assert slash, source
+    keys = [key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")]
+    return WORK[work.strip()](list(look_up(tree, keys)))
+
+
+@pytest.mark.parametrize("layout", ["int8", "mxfp4"])
+def test_every_number_is_in_the_manifest_or_the_plan(
+    made: Callable[[str], Path], sample: Callable[[str], Path], cli: Callable[..., Ran], layout: str
+) -> None:
+    page = Parsed(make_page(made(layout)).html)
+    manifest = read_json(made(layout) / MANIFEST)
+    plan = cli("plan", sample("short"), "--experts", layout, "--json").json()
+    wrong = [
+        (value, source)
+        for value, source, text in page.cited
+        if json.loads(value) != expected_number(source, manifest, plan)
+    ]
+    assert wrong == []
+    assert len(page.cited) > (150 if layout == "int8" else 40)
+    assert page.uncited == []
+    plain = [(value, text) for value, _, text in page.cited if re.fullmatch(r"[\d,]+", text)]
+    assert [pair for pair in plain if f"{int(float(pair[0])):,}" != pair[1]] == []
+
+
+def test_numbers_that_differ_are_noticed(made: Callable[[str], Path]) -> None:
+    manifest = read_json(made("int8") / MANIFEST)
+    manifest["output"]["tensors"] += 1
+    page = Parsed(make_page(made("int8")).html)
+    value = next(value for value, source, _ in page.cited if source == "/output/tensors")
+    assert json.loads(value) != expected_number("/output/tensors", manifest, {})
+    assert Parsed("<td>12</td>").uncited == ["12"]
+
+
+def test_spans_are_the_rows_that_are_not_zero(made: Callable[[str], Path]) -> None:
+    rows = [t["figures"] for t in read_json(made("int8") / MANIFEST)["tensors"].values() if "figures" in t]
+    assert rows and all(sum(r["spans"]) == r["rows"] - r["zero_rows"] for r in rows)
+    assert all(len(r["spans"]) == r["max_span"] + 1 and sum(r["spans"][4:]) == r["wide_rows"] for r in rows)
+
+
+@pytest.mark.parametrize("layout", ["int8", "mxfp4"])
+def test_manifest_is_what_its_schema_says(made: Callable[[str], Path], layout: str) -> None:
+    schema = read_json(ROOT / "docs" / "manifest.schema.json")
+    jsonschema.validate(read_json(made(layout) / MANIFEST), schema)
+
+
+def test_page_is_the_same_twice_and_loads_nothing(made: Callable[[str], Path]) -> None:
+    html = make_page(made("int8")).html
+    assert html == make_page(made("int8")).html
+    page = Parsed(html)
+    loads = [a[k] for _, a in page.elements for k in ("src", "href", "xlink:href", "srcset") if k in a]
+    assert loads == ["data:,"]
+    assert re.findall(r"https?://[^\"' ]+|url\(|@import", html) == ["http://www.w3.org/2000/svg"] * 2
+    assert "default-src 'none'" in html
+
+
+def test_page_can_be_read_without_eyes(made: Callable[[str], Path]) -> None:
+    page = Parsed(make_page(made("int8")).html)
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    assert [a["lang"] for tag, a in page.elements if tag == "html"] == ["en"]
+    assert all(a.get("scope") for tag, a in page.elements if tag == "th")
+    pictures = [a for _, a in page.elements if a.get("role") == "img"]
+    assert len(pictures) == 2 and all(len(a["aria-label"] or "") > 40 for a in pictures)
+    assert {a.get("aria-hidden") for tag, a in page.elements if tag == "svg"} == {"true"}
+    assert {a["aria-labelledby"] for _, a in page.elements if "aria-labelledby" in a} <= set(ids)
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+def _luminance(colour: str) -> float:
+    digits = colour * 2 if len(colour) == 3 else colour
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_text_stands_out_in_light_dark_and_print() -> None:
+    css = (ROOT / "dsv4convert" / "webreport" / "page.css").read_text()
+    modes = [
+        dict(re.findall(r"--([\w-]+): #(\w+);", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)
+    ]
+    assert len(modes) == 3
+    for mode in modes:
+        paper = _luminance(mode["paper"])
+        for name in ("ink", "soft", "accent", "good", "warn", "bad"):
+            light, dark = sorted((paper, _luminance(mode[name])), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (name, mode[name])
+        # The eight classes of the heat map get darker, or lighter, all the way.
+        heat = [_luminance(mode[f"heat-{i}"]) for i in range(1, 8)]
+        assert heat == sorted(heat, reverse=mode is not modes[1])
+
+
+# ---- hostile input
+
+
+def _poison(tree: dict[str, Any]) -> None:
+    tree["source"] |= {"title": HOSTILE, "release": HOSTILE, "revision": HOSTILE}
+    tree["plan"] |= {"packing": HOSTILE, "rounding": HOSTILE, "writer_version": HOSTILE, "digest": HOSTILE}
+    tree["tool"] |= {"name": HOSTILE, "version": "\ud800"}
+    tree["run"] |= {"python": HOSTILE, "machine": HOSTILE, "libraries": {HOSTILE: HOSTILE}}
+    tree["roles"] = {HOSTILE: next(iter(tree["roles"].values()))}
+    tree["rounded"] = [{"code": HOSTILE, "tensor": HOSTILE, "found": HOSTILE}]
+    tree["output"]["files_sha256"] = {HOSTILE: HOSTILE}
+    tree["tensors"][HOSTILE] = next(iter(tree["tensors"].values()))
+
+
+def test_nothing_hostile_becomes_markup(
+    made: Callable[[str], Path], copy: Path, cli: Callable[..., Ran]
+) -> None:
+    hostile = copy.rename(copy.parent / "<b onclick=x>'\"&`$(x)")
+    edit(hostile, _poison)
+    assert cli("report", hostile, "-o", copy.parent / "page.html").exit_code == 1
+    html = (copy.parent / "page.html").read_bytes().decode()
+    page, clean = Parsed(html), Parsed(make_page(made("int8")).html)
+    assert {tag for tag, _ in page.elements} - {tag for tag, _ in clean.elements} <= {"li", "b", "h4"}
+    attributes = {name for _, a in page.elements for name in a}
+    assert attributes <= {name for _, a in clean.elements for name in a}
+    assert not any(tag in ("script", "img", "b") and a for tag, a in page.elements)
+    assert "{{ 7*7 }}" in page.text and "<script>alert(1)</script>" in page.text
+    assert not set(html) & {"\u202e", "\x1b"}
+
+
+def test_hostile_saved_check_becomes_no_markup(copy: Path, cli: Callable[..., Ran], tmp_path: Path) -> None:
+    saved = cli("converted", copy, "--json").json()
+    row = dict.fromkeys(("code", "where", "problem", "expected", "found", "hint"), HOSTILE)
+    saved |= {"subject": HOSTILE, "title": HOSTILE, "checked": [HOSTILE], "not_checked": [f"`{HOSTILE}`"]}
+    (tmp_path / "check.json").write_text(json.dumps(saved | {"findings": [row | {"severity": "error"}]}))
+    html = make_page(copy, [tmp_path / "check.json"]).html
+    page = Parsed(html)
+    assert not any(tag in ("script", "img") for tag, _ in page.elements)
+    assert "FAILED: 1 error" in page.text
+
+
+# ---- saved checks
+
+
+def test_saved_check_is_shown(
+    copy: Path, sample: Callable[[str], Path], cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    (tmp_path / "a.json").write_text(cli("converted", copy, "--json", "--read-data").out)
+    full = cli("converted", copy, "--reference", sample("short"), "--json", "--read-data")
+    (tmp_path / "b.json").write_text(full.out)
+    target = tmp_path / "page.html"
+    saved = ("--reference-report", tmp_path / "a.json", "--reference-report", tmp_path / "b.json")
+    ran = cli("report", copy, "-o", target, *saved)
+    assert (ran.exit_code, ran.err) == (0, "")
+    text = Parsed(target.read_text()).text
+    assert text.count("contents verified") == 3  # the head and both checks
+    assert "contents: all tensors recomputed from the reference" in text
+    assert "whether the conversion was right" in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff", b"[]", b"null", b"{}", b'{"subject": 1}', b"[" * 100_000],
+    ids=["empty", "bytes", "list", "null", "object", "subject", "deep"],
+)
+def test_file_that_is_no_saved_check_is_refused(
+    copy: Path, tmp_path: Path, cli: Callable[..., Ran], content: bytes
+) -> None:
+    (tmp_path / "check.json").write_bytes(content)
+    ran = cli("report", copy, "-o", tmp_path / "page.html", "--reference-report", tmp_path / "check.json")
+    assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1)
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("key", ["checked", "findings", "contents_percent", "facts"])
+def test_saved_check_with_another_shape_is_refused(
+    copy: Path, tmp_path: Path, cli: Callable[..., Ran], key: str
+) -> None:
+    saved = cli("converted", copy, "--json").json()
+    (tmp_path / "check.json").write_text(json.dumps(saved | {key: [1] if key != "contents_percent" else "x"}))
+    ran = cli("report", copy, "-o", tmp_path / "page.html", "--reference-report", tmp_path / "check.json")
+    assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1)
+
+
+def test_saved_check_of_another_checkpoint_is_refused(
+    copy: Path,
+    made: Callable[[str], Path],
+    sample: Callable[[str], Path],
+    cli: Callable[..., Ran],
+    tmp_path: Path,
+) -> None:
+    for ran in (cli("converted", made("mxfp4"), "--json"), cli("original", sample("short"), "--json")):
+        (tmp_path / "check.json").write_text(ran.out)
+        refused = cli(
+            "report", copy, "-o", tmp_path / "page.html", "--reference-report", tmp_path / "check.json"
+        )
+        assert (refused.exit_code, refused.err.count("[report.other]")) == (3, 1)
+
+
+# ---- what cannot be reported on
+
+
+def test_checkpoint_without_manifest_is_refused(copy: Path, cli: Callable[..., Ran]) -> None:
+    (copy / MANIFEST).unlink()
+    ran = cli("report", copy, "-o", copy.parent / "page.html")
+    assert (ran.exit_code, ran.err.count("[report.no-manifest]")) == (3, 1)
+    assert not (copy.parent / "page.html").exists()
+
+
+def test_official_unfinished_and_missing_are_refused(
+    copy: Path, sample: Callable[[str], Path], cli: Callable[..., Ran]
+) -> None:
+    assert "[dst.not-converted]" in cli("report", sample("short")).err
+    (copy / ".dsv4convert").mkdir()
+    ran = cli("report", copy)
+    assert (ran.exit_code, ran.err.count("[dst.unfinished]")) == (3, 1)
+    assert cli("report", copy / "nowhere").exit_code == 3
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no-roles": lambda m: m.pop("roles"),
+    "role-number": lambda m: m["roles"]["norm"].update(bytes_in="12"),
+    "negative": lambda m: m["output"].update(tensors=-1),
+    "bool": lambda m: m["output"].update(data_bytes=True),
+    "not-finite": lambda m: m["experts"].update(max_relative_error=float("nan")),
+    "rounded": lambda m: m.update(rounded=[1]),
+    "rounded-text": lambda m: m.update(rounded=[{"code": 1, "tensor": "x", "found": "y"}]),
+    "libraries": lambda m: m["run"].update(libraries=[]),
+    "figures": lambda m: _figures(m).update(rows="1"),
+    "no-spans": lambda m: _figures(m).pop("spans"),
+    "spans": lambda m: _figures(m).update(spans=[1, None]),
+    "header": lambda m: m["source"].update(header_sha256={"x": 1}),
+}
+
+
+def _figures(tree: dict[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = next(row["figures"] for row in tree["tensors"].values() if "figures" in row)
+    return figures
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_manifest_that_lacks_something_is_refused(
+    copy: Path, cli: Callable[..., Ran], damage: Callable[[dict[str, Any]], object]
+) -> None:
+    edit(copy, damage)
+    ran = cli("report", copy, "-o", copy.parent / "page.html")
+    assert (ran.exit_code, ran.err.count("[manifest.not-json]")) == (3, 1)
+
+
+def test_damaged_checkpoint_gets_a_page_that_says_so(copy: Path, cli: Callable[..., Ran]) -> None:
+    (copy / INDEX).write_text("{")
+    ran = cli("report", copy, "--json", "-o", copy.parent / "page.html")
+    assert ran.exit_code == 1 and not ran.json()["ok"]
+    page = Parsed((copy.parent / "page.html").read_text())
+    assert "FAILED" in page.text and "index.not-json" in page.text
+
+
+@pytest.mark.parametrize("name", ["matplotlib", "jinja2"])
+def test_missing_library_is_named_with_the_command(
+    made: Callable[[str], Path], cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    ran = cli("report", made("int8"))
+    assert (ran.exit_code, ran.err.count("[env.missing]")) == (4, 1)
+    assert "pip install 'dsv4convert[report]'" in ran.err
+
+
+def test_page_has_a_name_of_its_own_and_can_be_replaced(
+    made: Callable[[str], Path], cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        ran = cli("report", made("int8"))
+        assert ran.exit_code == 0 and ran.out.startswith("int8-report.html: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["int8-report.html"]
+    ran = cli("report", made("int8"), "-o", tmp_path / "no" / "page.html")
+    assert ran.exit_code == 4
+
+
+# ---- numbers and pictures
+
+
+def test_long_lists_are_cut_and_say_so(copy: Path) -> None:
+    rows = [{"code": "value.inexact", "tensor": f"t{i}", "found": "1 block"} for i in range(60)]
+    edit(copy, lambda m: m.update(rounded=rows))
+    html = make_page(copy).html
+    assert "accepted 60; the first 50 are shown" in Parsed(html).text
+    assert "<code>t49</code>" in html and "<code>t50</code>" not in html
+
+
+def test_conversion_without_loss_says_so(copy: Path) -> None:
+    def heal(tree: dict[str, Any]) -> None:
+        tree["experts"] |= {"codes_changed": 0, "codes_flushed": 0, "max_relative_error": 0.0}
+        for row in tree["tensors"].values():
+            if "figures" in row:
+                row["figures"] |= {"codes_changed": 0, "relative_error": 0.0, "exact_share": 1.0}
+
+    edit(copy, heal)
+    html = make_page(copy).html
+    assert "Nothing. All" in html and "largest error" in html and "The matrices with" not in html
+    # All three columns of the key's first class, and nothing of the others but the key itself.
+    assert html.count("fill: var(--heat-3)") == 1
+
+
+def test_numbers_read_as_people_write_them() -> None:
+    assert [error(v, "").text for v in (0, 0.0123, 0.001, 1.6e-5, 1)] == [
+        "0",
+        "0.012",
+        "0.0010",
+        "1.6 \N{MULTIPLICATION SIGN} 10⁻⁵",
+        "1.0",
+    ]
+    assert [share(v, "").text for v in (0, 1, 0.5, 1 - 1e-12)] == ["0 %", "100 %", "50.0000 %", "99.9999 %"]
+    assert [short_number(n) for n in (7, 950, 1200, 12_700, 5_000_000, 7 * 10**9)] == [
+        *("7", "950", "1.2k", "13k", "5M", "7G"),
+    ]
+    assert [heat_class(v) for v in (0, 1e-12, 1e-5, 2e-4, 3e-4, 9e-3, 1)] == [0, 1, 2, 3, 4, 6, 7]
