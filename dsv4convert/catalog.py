@@ -120,6 +120,8 @@ CATALOG: Mapping[str, Kind] = {
     "reference.other": Kind("error", "The reference is not the source of this conversion.", "pass the checkpoint that was converted"),
     "reference.bytes": Kind("error", "A tensor differs from what the reference gives.", "convert this checkpoint again from the reference"),
     "content.hash": Kind("error", "Stored bytes do not have the recorded hash.", "convert again, or restore the file from where it was published"),
+    # What a script expects.
+    "expect.mismatch": Kind("error", "A number of the checkpoint is not the one that `--expect` names.", "look at what changed; if the new number is right, change the `--expect` of your script"),
     # The machine.
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
     "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dsv4convert.cli import pages
+from dsv4convert.cli.expect import expect_option, with_expectations
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
 from dsv4convert.errors import Exit, errors_of
@@ -98,14 +99,15 @@ def inspect(shell: Shell, path: Path, tensors: str | None) -> None:
 
 @main.command(epilog=EXIT_HELP)
 @_directory("src")
+@expect_option
 @_strict
 @command_options
-def original(shell: Shell, src: Path, strict: bool) -> None:
+def original(shell: Shell, src: Path, expect: Mapping[str, int | str], strict: bool) -> None:
     """Validate a downloaded official checkpoint in SRC: structure, from headers alone."""
     from dsv4convert.checkpoint import open_checkpoint
     from dsv4convert.validate.structure import check_original
 
-    shell.report(check_original(open_checkpoint(src)), strict)
+    shell.report(with_expectations(check_original(open_checkpoint(src)), expect), strict)
 
 
 @main.command(epilog=EXIT_HELP)
@@ -286,6 +288,7 @@ def finalize(
 @click.option(
     "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose faults must fall on block borders."
 )
+@expect_option
 @_jobs("Worker processes for --read-data.")
 @_strict
 @command_options
@@ -295,6 +298,7 @@ def converted(
     reference: Path | None,
     read_data: float | None,
     tp: int | None,
+    expect: Mapping[str, int | str],
     jobs: int | None,
     strict: bool,
 ) -> None:
@@ -314,7 +318,7 @@ def converted(
             jobs=_default_jobs(jobs),
             progress=bar,
         )
-    shell.report(report, strict)
+    shell.report(with_expectations(report, expect), strict)
 
 
 @main.command(epilog=EXIT_HELP)
