@@ -97,9 +97,9 @@ CATALOG: Mapping[str, Kind] = {
     "value.scale-nan": Kind("error", "A UE8M0 scale byte is 255, which is NaN.", _REDOWNLOAD),
     "value.inexact": Kind("error", "A block leaves the range in which the conversion to BF16 is exact.", "pass `--allow-rounding`; the manifest lists the blocks"),
     "value.mxfp4-overflow": Kind("error", "An MXFP4 scale byte of 253 or 254 makes the largest code overflow BF16.", "pass `--allow-rounding`; the manifest lists the blocks"),
-    "value.scale-range": Kind("error", "A row's channel scale would leave the normal range of F32.", "keep the experts with `--experts mxfp4`"),
-    "value.relative-error": Kind("error", "The INT8 repack of a tensor exceeds the error limit.", "raise `--max-relative-error`, or keep the experts with `--experts mxfp4`"),
-    "value.exact-share": Kind("error", "The INT8 repack of a tensor changes more codes than allowed.", "lower `--min-exact`, or keep the experts with `--experts mxfp4`"),
+    "value.scale-range": Kind("error", "A row's channel scale would leave the normal range of F32.", "keep the experts: `--experts mxfp4`, into an empty directory"),
+    "value.relative-error": Kind("error", "The INT8 repack of a tensor exceeds the error limit.", "run the same command with a larger `--max-relative-error`, or keep the experts: `--experts mxfp4`, into an empty directory"),
+    "value.exact-share": Kind("error", "The INT8 repack of a tensor changes more codes than allowed.", "run the same command with a smaller `--min-exact`, or keep the experts: `--experts mxfp4`, into an empty directory"),
     # Planning and writing.
     "src.not-official": Kind("error", "The checkpoint is a converted one.", "check it with `dsv4convert converted`"),
     "src.converted": Kind("error", "The source is already a converted `int8` checkpoint.", "convert from the official checkpoint or from an `mxfp4` output"),
