@@ -1,13 +1,11 @@
 """Carry out a plan: shard by shard, resumable, atomic; the index comes last.
 
 Each shard is streamed into a temporary sibling, renamed, and noted in the journal. A run that stops for any
-reason is continued by the same command. When all shards are done, `finalize` copies the side files and writes
-config, manifest and index, in this order: a directory without an index is not a checkpoint.
+reason is continued by the same command. When all shards are done, `closing` writes everything else.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -18,12 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
+from dsv4convert.closing import close
 from dsv4convert.errors import EnvironmentFault, Refused, finding
-from dsv4convert.handoff import converted_config, encode_config
 from dsv4convert.header import Shard, ShardReader, read_header
 from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, require_space
-from dsv4convert.limits import Limits, judge, judge_again
-from dsv4convert.manifest import build_manifest, encode_manifest
+from dsv4convert.limits import Limits, judge
 from dsv4convert.names import Layout
 from dsv4convert.plan import Plan, ShardPlan
 from dsv4convert.plan import plan as make_plan
@@ -31,7 +28,7 @@ from dsv4convert.sink import Sink, shard_digest
 from dsv4convert.survey import survey
 from dsv4convert.transform import STRIP, Outcome, Transformer
 from dsv4convert.workers import run_all
-from dsv4convert.writer import PendingFile, sync_directory, write_bytes
+from dsv4convert.writer import PendingFile
 
 #: Strips in flight between transform and writer; two would do, more absorb uneven disks.
 _BUFFERS: Final = 4
@@ -115,7 +112,7 @@ def convert(
     # The jobs of an array never close: the last two could do so at the same moment.
     if not missing and part is None:
         run = {"jobs": jobs, "seconds": round(seconds, 3)}
-        manifest = _close(checkpoint, plan, journal, limits, run)
+        manifest = close(checkpoint, plan, journal, limits, run)
     written = len(todo)
     return Result(plan, written, len(plan.shards) - written - len(missing), missing, manifest, seconds)
 
@@ -153,7 +150,7 @@ def finalize(
     if missing:
         problem = f"{len(missing):,} of {len(plan.shards):,} shards are not done"
         raise Refused(finding("dst.unfinished", root.name, problem, found=f"the first is `{missing[0]}`"))
-    manifest = _close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
+    manifest = close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
     return Result(plan, 0, len(plan.shards), (), manifest, 0.0)
 
 
@@ -259,7 +256,7 @@ def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
     with ShardReader(task.sources) as reader:
         _require_unchanged(reader, task.sources)
         with PendingFile(final, Journal(task.root).path, shard.file_bytes) as pending:
-            _write_all(pending.fd, shard.header)
+            pending.write(shard.header)
             outcome, hashes = _stream(shard, reader, pending.fd, report)
             accepted = judge(outcome, task.limits)
             _require_unchanged(reader, task.sources)
@@ -307,12 +304,6 @@ def _stream(
         raise
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def _require_unchanged(reader: ShardReader, sources: Mapping[str, Shard]) -> None:
     for name, shard in sources.items():
         status = os.fstat(reader.fileno(name))
@@ -330,45 +321,3 @@ def _check_written(final: Path, shard: ShardPlan) -> None:
     if written is None or [(t.name, t.dtype, t.shape, t.start, t.end) for t in written.tensors] != planned:
         problem = "the header read back is not the one that was written"
         raise EnvironmentFault(finding("io.write", shard.name, problem))
-
-
-def _close(
-    checkpoint: Checkpoint, plan: Plan, journal: Journal, limits: Limits, run: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write everything but the shards, the index last."""
-    root, scratch = journal.root, journal.path
-    records = [record for record in map(journal.done, plan.shards) if record]
-    judge_again(records, limits)
-    files = {name: _copy_side_file(checkpoint.root / name, root / name, scratch) for name in plan.side_files}
-    seen = survey(checkpoint)
-    config = encode_config(converted_config(checkpoint.config, seen.units, plan.layout, plan.revision))
-    write_bytes(root / "config.json", scratch, config)
-    files["config.json"] = hashlib.sha256(config).hexdigest()
-    manifest = build_manifest(plan, records, files, run)
-    write_bytes(root / MANIFEST, scratch, encode_manifest(manifest))
-    write_bytes(root / INDEX, scratch, encode_index(plan))
-    journal.finish()
-    sync_directory(root)
-    return manifest
-
-
-def _copy_side_file(source: Path, target: Path, scratch: Path) -> str:
-    """Copy a file's bytes, never its mode or its being a link; return its SHA-256."""
-    digest = hashlib.sha256()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(source, "rb") as reading, PendingFile(target, scratch) as pending:
-            while chunk := reading.read(STRIP):
-                digest.update(chunk)
-                _write_all(pending.fd, chunk)
-    except OSError as error:
-        problem = f"cannot be copied: {error.strerror or error}"
-        raise EnvironmentFault(finding("io.read", source.name, problem)) from error
-    return digest.hexdigest()
-
-
-def encode_index(plan: Plan) -> bytes:
-    """Return the bytes of the index: the official form, in shard and data order."""
-    weight_map = {step.name: shard.name for shard in plan.shards for step in shard.steps}
-    index = {"metadata": {"total_size": plan.data_bytes}, "weight_map": weight_map}
-    return json.dumps(index, indent=2).encode()

@@ -22,7 +22,11 @@ _LIBRARIES = ("numpy", "safetensors", "torch", "xxhash")
 
 
 def build_manifest(
-    plan: Plan, records: Iterable[ShardRecord], files: Mapping[str, str], run: Mapping[str, Any]
+    plan: Plan,
+    records: Iterable[ShardRecord],
+    files: Mapping[str, str],
+    known: Mapping[str, str],
+    run: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the manifest of a finished conversion.
 
@@ -30,12 +34,15 @@ def build_manifest(
         plan: The plan that was carried out.
         records: One record per shard.
         files: Other files of the output -> SHA-256.
+        known: Source shards -> SHA-256 as the download client recorded it.
         run: Facts about this run: jobs, seconds. Library and host facts are added here.
     """
     by_shard = {r.shard: r for r in records}
     decisions = plan.as_dict()
     rows = _tensors(plan, by_shard)
     figures = repack_figures(rows)
+    rounded = [f for s in plan.shards for f in by_shard[s.name].rounded]
+    made = {key: decisions[key] for key in ("digest", "layout", "packing", "rounding", "writer_version")}
     return {
         "schema": SCHEMA,
         "tool": {"name": "dsv4convert", "version": __version__},
@@ -46,10 +53,9 @@ def build_manifest(
             "revision": plan.revision,
             "file_bytes": plan.source_bytes,
             "header_sha256": dict(plan.source_headers),
+            "content_sha256": dict(sorted(known.items())),
         },
-        "plan": {
-            key: decisions[key] for key in ("digest", "layout", "packing", "rounding", "writer_version")
-        },
+        "plan": {**made, "command": command_line(plan.layout.value, bool(rounded))},
         "output": {
             "tensors": plan.tensors,
             "data_bytes": plan.data_bytes,
@@ -60,10 +66,15 @@ def build_manifest(
         },
         "experts": expert_totals(figures),
         "losses": losses(figures),
-        "rounded": [f for s in plan.shards for f in by_shard[s.name].rounded],
+        "rounded": rounded,
         "tensors": rows,
         "run": {**run, **_host()},
     }
+
+
+def command_line(layout: str, rounded: bool) -> str:
+    """Return the command that makes the same output; limits that were kept change nothing."""
+    return f"dsv4convert convert SRC DST --experts {layout}" + (" --allow-rounding" if rounded else "")
 
 
 def _tensors(plan: Plan, by_shard: Mapping[str, ShardRecord]) -> dict[str, Any]:
