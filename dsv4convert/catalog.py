@@ -104,6 +104,8 @@ CATALOG: Mapping[str, Kind] = {
     "src.not-official": Kind("error", "The checkpoint is a converted one.", "check it with `dsv4convert converted`"),
     "src.converted": Kind("error", "The source is already a converted `int8` checkpoint.", "convert from the official checkpoint or from an `mxfp4` output"),
     "src.changed": Kind("error", "The source changed while it was being converted.", "find out who writes to the source, then run `convert` again"),
+    "src.consume": Kind("error", "`--consume` would delete files that may belong to somebody else too.", "convert without `--consume`, or give the source a directory of its own with regular files only"),
+    "src.consumed": Kind("error", "Parts of the source were consumed, and what was made of them is not there as recorded.", "restore the destination as it was; otherwise download the source again and convert into an empty directory"),
     "dst.not-empty": Kind("error", "The destination exists and is neither empty nor a conversion of this plan.", "choose an empty directory"),
     "dst.other-plan": Kind("error", "The destination holds shards of another plan.", "choose an empty directory, or repeat the options and the source that started this one"),
     "dst.inside-source": Kind("error", "The destination is the source, or one lies inside the other.", "choose a directory outside the source"),

@@ -125,6 +125,22 @@ class Sink:
                 self._error = self._error or error
 
 
+class Discard(Sink):
+    """Takes everything and keeps nothing, for a pass that only looks at values."""
+
+    def __init__(self, buffers: int, size: int) -> None:
+        super().__init__(-1, buffers, size)
+
+    def copy(self, source_fd: int, source_offset: int, offset: int, count: int) -> None:
+        """Copy nothing."""
+
+    def hash(self, tensor: str, data: memoryview) -> None:
+        """Hash nothing."""
+
+    def _store(self, tensor: str, view: memoryview, offset: int) -> None:
+        return
+
+
 class _KernelCopy:
     """Copy between files inside the kernel, by the best call this pair of file systems supports."""
 

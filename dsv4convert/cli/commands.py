@@ -199,6 +199,11 @@ def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
     metavar="I/N",
     help="Convert only every N-th shard, from the I-th (0 to N-1) on; close with `finalize`.",
 )
+@click.option(
+    "--consume",
+    is_flag=True,
+    help="DELETE each shard of SRC once what was made of it has been read back. Cannot be undone.",
+)
 @_limit_options
 @command_options
 def convert(
@@ -208,6 +213,7 @@ def convert(
     experts: str,
     jobs: int | None,
     shards: str | None,
+    consume: bool,
     allow_rounding: bool,
     max_relative_error: float | None,
     min_exact: float | None,
@@ -223,6 +229,8 @@ def convert(
 
     limits = Limits(allow_rounding, max_relative_error, min_exact)
     part = _parse_part(shards)
+    if consume and part:
+        raise click.UsageError("--consume does not go with --shards: other jobs may need a shard")
 
     def begin(made: Plan, todo: int) -> None:
         shell.say(f"{made.title}: {made.source_layout.value} -> {made.layout.value}, plan {made.digest[:12]}")
@@ -245,6 +253,7 @@ def convert(
             limits=limits,
             progress=bar,
             on_plan=planned,
+            consume=consume,
         )
     _show_result(shell, result, dst, src)
 

@@ -185,6 +185,7 @@ def result_json(result: Result, dst: Path) -> dict[str, Any]:
         "written": result.written,
         "reused": result.reused,
         "missing": list(result.missing),
+        "consumed": list(result.consumed),
         "tensors": plan.tensors,
         "data_bytes": plan.data_bytes,
         "seconds": round(result.seconds, 3),
@@ -216,7 +217,9 @@ def result_lines(result: Result, dst: Path, source: Path | None) -> Iterator[str
         yield f"  experts    {exact}, {experts['codes_changed']:,} codes rounded, {worst}"
         yield from _loss_lines(result.manifest["losses"] if result.manifest else {})
     yield "  checked    headers read back, sizes, a hash of every tensor as it was written"
-    reference = f" --reference {source}" if source else ""
+    if result.consumed:
+        yield f"  consumed   {len(result.consumed):,} source shards deleted, their outputs were read back"
+    reference = f" --reference {source}" if source and not result.consumed else ""
     yield f"  next: dsv4convert converted {dst}{reference} --read-data"
 
 
