@@ -46,6 +46,7 @@ _FAMILIES = {
     "reference": "Comparison with the source",
     "content": "Stored bytes",
     "report": "The report page",
+    "expect": "Expectations of a script",
     "io": "Reading and writing",
     "worker": "Worker processes",
     "env": "The installation",

@@ -97,13 +97,15 @@ CATALOG: Mapping[str, Kind] = {
     "value.scale-nan": Kind("error", "A UE8M0 scale byte is 255, which is NaN.", _REDOWNLOAD),
     "value.inexact": Kind("error", "A block leaves the range in which the conversion to BF16 is exact.", "pass `--allow-rounding`; the manifest lists the blocks"),
     "value.mxfp4-overflow": Kind("error", "An MXFP4 scale byte of 253 or 254 makes the largest code overflow BF16.", "pass `--allow-rounding`; the manifest lists the blocks"),
-    "value.scale-range": Kind("error", "A row's channel scale would leave the normal range of F32.", "keep the experts with `--experts mxfp4`"),
-    "value.relative-error": Kind("error", "The INT8 repack of a tensor exceeds the error limit.", "raise `--max-relative-error`, or keep the experts with `--experts mxfp4`"),
-    "value.exact-share": Kind("error", "The INT8 repack of a tensor changes more codes than allowed.", "lower `--min-exact`, or keep the experts with `--experts mxfp4`"),
+    "value.scale-range": Kind("error", "A row's channel scale would leave the normal range of F32.", "keep the experts: `--experts mxfp4`, into an empty directory"),
+    "value.relative-error": Kind("error", "The INT8 repack of a tensor exceeds the error limit.", "run the same command with a larger `--max-relative-error`, or keep the experts: `--experts mxfp4`, into an empty directory"),
+    "value.exact-share": Kind("error", "The INT8 repack of a tensor changes more codes than allowed.", "run the same command with a smaller `--min-exact`, or keep the experts: `--experts mxfp4`, into an empty directory"),
     # Planning and writing.
     "src.not-official": Kind("error", "The checkpoint is a converted one.", "check it with `dsv4convert converted`"),
     "src.converted": Kind("error", "The source is already a converted `int8` checkpoint.", "convert from the official checkpoint or from an `mxfp4` output"),
     "src.changed": Kind("error", "The source changed while it was being converted.", "find out who writes to the source, then run `convert` again"),
+    "src.consume": Kind("error", "`--consume` would delete files that may belong to somebody else too.", "convert without `--consume`, or give the source a directory of its own with regular files only"),
+    "src.consumed": Kind("error", "Parts of the source were consumed, and what was made of them is not there as recorded.", "restore the destination as it was; otherwise download the source again and convert into an empty directory"),
     "dst.not-empty": Kind("error", "The destination exists and is neither empty nor a conversion of this plan.", "choose an empty directory"),
     "dst.other-plan": Kind("error", "The destination holds shards of another plan.", "choose an empty directory, or repeat the options and the source that started this one"),
     "dst.inside-source": Kind("error", "The destination is the source, or one lies inside the other.", "choose a directory outside the source"),
@@ -126,6 +128,8 @@ CATALOG: Mapping[str, Kind] = {
     "report.no-manifest": Kind("error", "There is no `dsv4convert.json`, so nothing tells what the conversion did.", "convert with this tool; `dsv4convert converted` checks checkpoints of other origin"),
     "report.not-json": Kind("error", "A file passed as a saved check is not the output of `converted --json`.", "save one with `dsv4convert converted DST ... --json > check.json`"),
     "report.other": Kind("error", "A saved check is about another checkpoint.", "run `dsv4convert converted DST ... --json > check.json` on this checkpoint"),
+    # What a script expects.
+    "expect.mismatch": Kind("error", "A number of the checkpoint is not the one that `--expect` names.", "look at what changed; if the new number is right, change the `--expect` of your script"),
     # The machine.
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
     "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),

@@ -76,11 +76,12 @@ class Checkpoint:
         return data
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], gone: Mapping[str, Shard] | None = None) -> Checkpoint:
     """Read a checkpoint directory without its tensor data.
 
     Args:
         path: The directory; may be a Hugging Face cache snapshot full of links.
+        gone: Shards that a conversion deleted after it had used them; they count as present.
 
     Returns:
         The checkpoint with every finding about config, index, shards and side files. Check
@@ -90,7 +91,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         Refused: ``dir.not-found``; there is no directory.
         EnvironmentFault: ``file.unreadable``; the directory cannot be listed.
     """
-    state = Opening(_root(path))
+    state = Opening(_root(path), gone=gone or {})
     with _collector_paused():
         state.list_files()
         config, config_bytes = state.load_config()

@@ -1,13 +1,11 @@
 """Carry out a plan: shard by shard, resumable, atomic; the index comes last.
 
 Each shard is streamed into a temporary sibling, renamed, and noted in the journal. A run that stops for any
-reason is continued by the same command. When all shards are done, `finalize` copies the side files and writes
-config, manifest and index, in this order: a directory without an index is not a checkpoint.
+reason is continued by the same command. When all shards are done, `closing` writes everything else.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -18,20 +16,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
+from dsv4convert.closing import close
+from dsv4convert.consume import Consumer, believe_again, require_consumable, source_is_gone
 from dsv4convert.errors import EnvironmentFault, Refused, finding
-from dsv4convert.handoff import converted_config, encode_config
 from dsv4convert.header import Shard, ShardReader, read_header
 from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, require_space
 from dsv4convert.limits import Limits, judge, judge_again
-from dsv4convert.manifest import build_manifest, encode_manifest
 from dsv4convert.names import Layout
 from dsv4convert.plan import Plan, ShardPlan
 from dsv4convert.plan import plan as make_plan
 from dsv4convert.sink import Sink, shard_digest
+from dsv4convert.standin import stand_ins
 from dsv4convert.survey import survey
 from dsv4convert.transform import STRIP, Outcome, Transformer
 from dsv4convert.workers import run_all
-from dsv4convert.writer import PendingFile, sync_directory, write_bytes
+from dsv4convert.writer import PendingFile
 
 #: Strips in flight between transform and writer; two would do, more absorb uneven disks.
 _BUFFERS: Final = 4
@@ -51,6 +50,7 @@ class Result:
         missing: Shards that no job has finished yet.
         manifest: The manifest of a complete checkpoint, None while it is not closed.
         seconds: Wall time of this run's shards.
+        consumed: Source shards that this run deleted.
     """
 
     plan: Plan
@@ -59,6 +59,7 @@ class Result:
     missing: tuple[str, ...]
     manifest: Mapping[str, Any] | None
     seconds: float
+    consumed: tuple[str, ...] = ()
 
 
 def convert(
@@ -71,6 +72,7 @@ def convert(
     limits: Limits | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan, int], None] | None = None,
+    consume: bool = False,
 ) -> Result:
     """Convert a checkpoint, or continue an interrupted conversion.
 
@@ -83,32 +85,43 @@ def convert(
         limits: What is still acceptable.
         progress: Called with numbers of source bytes as they are done.
         on_plan: Called before the first byte with the plan and the source bytes still to be read.
+        consume: Delete each source shard when what was made of it has been read back; see `consume`.
 
     Returns:
         The result; the checkpoint is complete when there is a manifest.
 
     Raises:
-        ValueError: `jobs` or `part` asks for nothing.
+        ValueError: `jobs` or `part` asks for nothing, or `consume` comes with `part` or without a path.
         Refused: source, destination or values are not acceptable; DST has no index.
         EnvironmentFault: disk or process trouble; the same call continues.
     """
     if jobs < 1 or (part and not 0 <= part[0] < part[1]):
         raise ValueError(f"at least one job and a part (i, n) with 0 <= i < n, got jobs={jobs}, part={part}")
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    plan = make_plan(survey(checkpoint), experts)
+    if consume and (part or isinstance(source, Checkpoint)):
+        raise ValueError("`consume` needs the path of a source and all of its shards")
     root, limits = Path(destination), limits or Limits()
-    _refuse_overlap(checkpoint.root, root)
     journal = Journal(root)
+    gone = stand_ins(journal)
+    checkpoint = source if isinstance(source, Checkpoint) else _open_source(source, journal, gone)
+    plan = make_plan(survey(checkpoint), experts)
+    _refuse_overlap(checkpoint.root, root)
     complete = _complete_manifest(root, plan)
     if complete is not None:
         return Result(plan, 0, len(plan.shards), (), complete, 0.0)
-    require_space(root, plan.disk_bytes - _bytes_in(root))
+    if consume and not isinstance(source, Checkpoint):
+        require_consumable(source, checkpoint)
+    else:
+        require_space(root, plan.disk_bytes - _bytes_in(root))
     journal.start(plan, checkpoint.root)
-    todo = [s for s in _part_of(plan.shards, part) if journal.done(s) is None]
+    todo = _still_to_do(_part_of(plan.shards, part), journal, checkpoint, gone)
     if on_plan:
-        on_plan(plan, sum(_bytes_read(s) for s in todo))
+        on_plan(plan, sum(_bytes_read(s) for s in todo) * (2 if consume else 1))
     started = time.monotonic()
-    convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
+    deleted: tuple[str, ...] = ()
+    if consume:
+        deleted = _consume(checkpoint, plan, journal, todo, jobs, limits, progress or _ignore)
+    else:
+        convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
     seconds = time.monotonic() - started
     missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
     if missing and part is None:
@@ -117,9 +130,60 @@ def convert(
     # The jobs of an array never close: the last two could do so at the same moment.
     if not missing and part is None:
         run = {"jobs": jobs, "seconds": round(seconds, 3)}
-        manifest = _close(checkpoint, plan, journal, limits, run)
-    written = len(todo)
-    return Result(plan, written, len(plan.shards) - written - len(missing), missing, manifest, seconds)
+        manifest = close(checkpoint, plan, journal, limits, run)
+    reused = len(plan.shards) - len(todo) - len(missing)
+    return Result(plan, len(todo), reused, missing, manifest, seconds, deleted)
+
+
+def _open_source(source: str | os.PathLike[str], journal: Journal, gone: Mapping[str, Shard]) -> Checkpoint:
+    """Open the source; shards that this very conversion deleted count as present."""
+    state = journal.read() if gone else None
+    if state and state["source"] != os.fsdecode(os.path.realpath(source)):
+        problem = "parts of the source were consumed by a conversion from another path"
+        expected, found = f"`{state['source']}`", f"`{os.path.realpath(source)}`"
+        raise Refused(finding("src.consumed", journal.root.name, problem, expected=expected, found=found))
+    return open_checkpoint(source, gone if state else None)
+
+
+def _still_to_do(
+    shards: Sequence[ShardPlan], journal: Journal, checkpoint: Checkpoint, gone: Mapping[str, Shard]
+) -> list[ShardPlan]:
+    """Return the shards that are not done; one whose source is gone must be, and is looked at closely."""
+    todo = [s for s in shards if journal.done(s) is None]
+    deleted = {n: s for n, s in gone.items() if not os.path.lexists(checkpoint.root / n)}
+    for shard in [s for s in todo if source_is_gone(s, deleted)]:
+        believe_again(journal, shard)
+        todo.remove(shard)
+    return todo
+
+
+def _consume(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    journal: Journal,
+    todo: Sequence[ShardPlan],
+    jobs: int,
+    limits: Limits,
+    progress: Progress,
+) -> tuple[str, ...]:
+    """Convert shards and delete the source behind them; return the names of what was deleted."""
+    with Consumer(checkpoint, plan, journal) as consumer:
+        before = [record for record in map(journal.done, plan.shards) if record]
+        judge_again(before, limits)
+        consumer.examine(todo, limits, jobs, progress)
+        # Shards of earlier runs first: they may free the room for the others.
+        for record in before:
+            consumer.offer(record)
+        shared = os.stat(journal.root).st_dev == os.stat(checkpoint.root).st_dev
+        room = consumer.room(todo, jobs) if shared else sum(s.file_bytes for s in todo)
+        require_space(journal.root, room + plan.disk_bytes - plan.file_bytes)
+
+        def done(record: ShardRecord) -> None:
+            journal.record(record)
+            consumer.offer(record)
+
+        convert_shards(checkpoint, journal.root, todo, jobs, limits, progress, done)
+        return tuple(consumer.deleted)
 
 
 def finalize(
@@ -146,16 +210,19 @@ def finalize(
     state = journal.read()
     if state is None:
         if (root / INDEX).is_file() and (root / MANIFEST).is_file():
+            journal.finish()
             return None
         raise Refused(finding("dst.unfinished", root.name, "no conversion was begun here"))
-    checkpoint = open_checkpoint(source or state["source"])
+    gone = stand_ins(journal)
+    checkpoint = _open_source(source or state["source"], journal, gone)
     plan = make_plan(survey(checkpoint), state["layout"])
     journal.start(plan, checkpoint.root)
+    _still_to_do(plan.shards, journal, checkpoint, gone)
     missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
     if missing:
         problem = f"{len(missing):,} of {len(plan.shards):,} shards are not done"
         raise Refused(finding("dst.unfinished", root.name, problem, found=f"the first is `{missing[0]}`"))
-    manifest = _close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
+    manifest = close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
     return Result(plan, 0, len(plan.shards), (), manifest, 0.0)
 
 
@@ -218,6 +285,7 @@ def convert_shards(
     jobs: int,
     limits: Limits,
     progress: Progress,
+    on_done: Callable[[ShardRecord], None] | None = None,
 ) -> None:
     """Convert shards of a begun conversion and note each in its journal.
 
@@ -228,21 +296,22 @@ def convert_shards(
         jobs: Worker processes; 1 works in this process.
         limits: What is still acceptable.
         progress: Called with numbers of source bytes as they are done.
+        on_done: Called with each finished shard; by default the journal's `record`.
 
     Raises:
         Refused: values that must not or may not be converted.
         EnvironmentFault: disk or process trouble.
     """
-    journal = Journal(root)
+    record = on_done or Journal(root).record
     # Workers get the shards' paths and identities, not their thousands of tensors.
     slim = {name: replace(shard, tensors=()) for name, shard in checkpoint.shards.items()}
     tasks = [_Task(s, {n: slim[n] for n in _shards_read(s)}, root, limits) for s in todo]
     if jobs == 1 or len(tasks) == 1:
         for task in tasks:
-            journal.record(convert_shard(task, progress))
+            record(convert_shard(task, progress))
         return
     named = [(task.shard.name, task) for task in tasks]
-    run_all(convert_shard, named, jobs, journal.record, progress)
+    run_all(convert_shard, named, jobs, record, progress)
 
 
 def _shards_read(shard: ShardPlan) -> set[str]:
@@ -261,7 +330,7 @@ def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
     with ShardReader(task.sources) as reader:
         _require_unchanged(reader, task.sources)
         with PendingFile(final, Journal(task.root).path, shard.file_bytes) as pending:
-            _write_all(pending.fd, shard.header)
+            pending.write(shard.header)
             outcome, hashes = _stream(shard, reader, pending.fd, report)
             accepted = judge(outcome, task.limits)
             _require_unchanged(reader, task.sources)
@@ -309,12 +378,6 @@ def _stream(
         raise
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def _require_unchanged(reader: ShardReader, sources: Mapping[str, Shard]) -> None:
     for name, shard in sources.items():
         status = os.fstat(reader.fileno(name))
@@ -332,45 +395,3 @@ def _check_written(final: Path, shard: ShardPlan) -> None:
     if written is None or [(t.name, t.dtype, t.shape, t.start, t.end) for t in written.tensors] != planned:
         problem = "the header read back is not the one that was written"
         raise EnvironmentFault(finding("io.write", shard.name, problem))
-
-
-def _close(
-    checkpoint: Checkpoint, plan: Plan, journal: Journal, limits: Limits, run: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write everything but the shards, the index last."""
-    root, scratch = journal.root, journal.path
-    records = [record for record in map(journal.done, plan.shards) if record]
-    judge_again(records, limits)
-    files = {name: _copy_side_file(checkpoint.root / name, root / name, scratch) for name in plan.side_files}
-    seen = survey(checkpoint)
-    config = encode_config(converted_config(checkpoint.config, seen.units, plan.layout, plan.revision))
-    write_bytes(root / "config.json", scratch, config)
-    files["config.json"] = hashlib.sha256(config).hexdigest()
-    manifest = build_manifest(plan, records, files, run)
-    write_bytes(root / MANIFEST, scratch, encode_manifest(manifest))
-    write_bytes(root / INDEX, scratch, encode_index(plan))
-    journal.finish()
-    sync_directory(root)
-    return manifest
-
-
-def _copy_side_file(source: Path, target: Path, scratch: Path) -> str:
-    """Copy a file's bytes, never its mode or its being a link; return its SHA-256."""
-    digest = hashlib.sha256()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(source, "rb") as reading, PendingFile(target, scratch) as pending:
-            while chunk := reading.read(STRIP):
-                digest.update(chunk)
-                _write_all(pending.fd, chunk)
-    except OSError as error:
-        problem = f"cannot be copied: {error.strerror or error}"
-        raise EnvironmentFault(finding("io.read", source.name, problem)) from error
-    return digest.hexdigest()
-
-
-def encode_index(plan: Plan) -> bytes:
-    """Return the bytes of the index: the official form, in shard and data order."""
-    weight_map = {step.name: shard.name for shard in plan.shards for step in shard.steps}
-    index = {"metadata": {"total_size": plan.data_bytes}, "weight_map": weight_map}
-    return json.dumps(index, indent=2).encode()

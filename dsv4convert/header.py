@@ -119,6 +119,17 @@ def read_header(path: str | os.PathLike[str], name: str) -> tuple[Shard | None, 
             raw = _header_bytes(fd, status.st_size, name)
         finally:
             os.close(fd)
+    except Dsv4Error as fault:
+        return None, fault.findings
+    real = Path(os.path.realpath(path))
+    return parse_header(raw, name, real, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def parse_header(
+    raw: bytes, name: str, path: Path, size: int, mtime_ns: int, inode: int
+) -> tuple[Shard | None, tuple[Finding, ...]]:
+    """Check the JSON header of a shard; the other facts are taken as they are. See `read_header`."""
+    try:
         metadata, rows = _parse(raw, name)
     except Dsv4Error as fault:
         return None, fault.findings
@@ -127,16 +138,13 @@ def read_header(path: str | os.PathLike[str], name: str) -> tuple[Shard | None, 
     if (layout := _layout_fault(rows, name)) is not None:
         return None, (*findings, layout)
     base = _LENGTH_BYTES + len(raw)
-    findings += _size_findings(status.st_size, base + (rows[-1][1] if rows else 0), name)
+    findings += _size_findings(size, base + (rows[-1][1] if rows else 0), name)
     tensors = tuple(
         TensorInfo(tensor, dtype, tuple(shape), name, base + start, base + end)
         for start, end, tensor, dtype, shape, _ in rows
     )
     digest = hashlib.sha256(raw).hexdigest()
-    real = Path(os.path.realpath(path))
-    return Shard(
-        name, real, status.st_size, base, digest, metadata, tensors, status.st_mtime_ns, status.st_ino
-    ), findings
+    return Shard(name, path, size, base, digest, metadata, tensors, mtime_ns, inode), findings
 
 
 def _header_bytes(fd: int, size: int, name: str) -> bytes:

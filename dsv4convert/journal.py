@@ -146,14 +146,22 @@ class Journal:
     def _record_path(self, shard: str) -> Path:
         return self.path / f"{shard}.done.json"
 
+    def recorded(self, name: str) -> ShardRecord | None:
+        """Return the record of a shard, whatever became of the file."""
+        try:
+            return ShardRecord(**json.loads(self._record_path(name).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
     def done(self, shard: ShardPlan) -> ShardRecord | None:
         """Return the record of a shard if the file it describes is still there, unchanged."""
+        record = self.recorded(shard.name)
+        if record is None:
+            return None
         try:
-            fields = json.loads(self._record_path(shard.name).read_bytes())
-            record = ShardRecord(**fields)
             status = os.stat(self.root / shard.name)
             header = _head(self.root / shard.name, len(shard.header))
-        except (OSError, ValueError, TypeError):
+        except OSError:
             return None
         unchanged = (status.st_size, status.st_mtime_ns) == (record.file_bytes, record.mtime_ns)
         planned = record.file_bytes == shard.file_bytes and header == shard.header
@@ -161,6 +169,9 @@ class Journal:
 
     def finish(self) -> None:
         """Remove the journal of a complete checkpoint."""
+        # First what makes it a journal: half of one could not be continued.
+        with suppress(OSError):
+            (self.path / "plan.json").unlink()
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -17,11 +17,16 @@ from dsv4convert.journal import ShardRecord
 from dsv4convert.plan import Op, Plan
 
 SCHEMA = "dsv4convert-manifest-1"
+_CODES = ".weight_codes"
 _LIBRARIES = ("numpy", "safetensors", "torch", "xxhash")
 
 
 def build_manifest(
-    plan: Plan, records: Iterable[ShardRecord], files: Mapping[str, str], run: Mapping[str, Any]
+    plan: Plan,
+    records: Iterable[ShardRecord],
+    files: Mapping[str, str],
+    known: Mapping[str, str],
+    run: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the manifest of a finished conversion.
 
@@ -29,10 +34,15 @@ def build_manifest(
         plan: The plan that was carried out.
         records: One record per shard.
         files: Other files of the output -> SHA-256.
+        known: Source shards -> SHA-256 as the download client recorded it.
         run: Facts about this run: jobs, seconds. Library and host facts are added here.
     """
     by_shard = {r.shard: r for r in records}
     decisions = plan.as_dict()
+    rows = _tensors(plan, by_shard)
+    figures = repack_figures(rows)
+    rounded = [f for s in plan.shards for f in by_shard[s.name].rounded]
+    made = {key: decisions[key] for key in ("digest", "layout", "packing", "rounding", "writer_version")}
     return {
         "schema": SCHEMA,
         "tool": {"name": "dsv4convert", "version": __version__},
@@ -43,10 +53,9 @@ def build_manifest(
             "revision": plan.revision,
             "file_bytes": plan.source_bytes,
             "header_sha256": dict(plan.source_headers),
+            "content_sha256": dict(sorted(known.items())),
         },
-        "plan": {
-            key: decisions[key] for key in ("digest", "layout", "packing", "rounding", "writer_version")
-        },
+        "plan": {**made, "command": command_line(plan.layout.value, bool(rounded))},
         "output": {
             "tensors": plan.tensors,
             "data_bytes": plan.data_bytes,
@@ -56,11 +65,17 @@ def build_manifest(
             "files_sha256": dict(sorted(files.items())),
         },
         "roles": decisions["roles"],
-        "experts": _expert_totals(by_shard.values()),
-        "rounded": [f for s in plan.shards for f in by_shard[s.name].rounded],
-        "tensors": _tensors(plan, by_shard),
+        "experts": expert_totals(figures),
+        "losses": losses(figures),
+        "rounded": rounded,
+        "tensors": rows,
         "run": {**run, **_host()},
     }
+
+
+def command_line(layout: str, rounded: bool) -> str:
+    """Return the command that makes the same output; limits that were kept change nothing."""
+    return f"dsv4convert convert SRC DST --experts {layout}" + (" --allow-rounding" if rounded else "")
 
 
 def _tensors(plan: Plan, by_shard: Mapping[str, ShardRecord]) -> dict[str, Any]:
@@ -69,26 +84,63 @@ def _tensors(plan: Plan, by_shard: Mapping[str, ShardRecord]) -> dict[str, Any]:
         record = by_shard[shard.name]
         for step in shard.steps:
             row: dict[str, Any] = {"op": step.op.value, "xxh3_128": record.tensors[step.name]}
-            base = step.name.removesuffix(".weight_codes").removesuffix(".weight")
+            base = step.name.removesuffix(_CODES).removesuffix(".weight")
             if step.op is not Op.KEEP and base != step.name and base in record.figures:
                 row["figures"] = record.figures[base]
             rows[step.name] = row
     return rows
 
 
-def _expert_totals(records: Iterable[ShardRecord]) -> dict[str, Any] | None:
+def repack_figures(rows: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return matrix name -> figures of every repacked expert in the section `tensors` of a manifest."""
+    return {
+        name.removesuffix(_CODES): row["figures"]
+        for name, row in rows.items()
+        if name.endswith(_CODES) and "figures" in row
+    }
+
+
+def expert_totals(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return totals over all repacked experts, None when none was repacked."""
-    figures = [f for r in records for f in r.figures.values() if "rows" in f]
     if not figures:
         return None
-    worst = max(figures, key=lambda f: f["relative_error"])
+    seen = list(figures.values())
     return {
-        "matrices": len(figures),
-        "exact_matrices": sum(f["codes_changed"] == 0 for f in figures),
-        "codes_changed": sum(f["codes_changed"] for f in figures),
-        "codes_flushed": sum(f["codes_flushed"] for f in figures),
-        "max_span": max(f["max_span"] for f in figures),
-        "max_relative_error": worst["relative_error"],
+        "matrices": len(seen),
+        "exact_matrices": sum(f["codes_changed"] == 0 for f in seen),
+        "codes_changed": sum(f["codes_changed"] for f in seen),
+        "codes_flushed": sum(f["codes_flushed"] for f in seen),
+        "max_span": max(f["max_span"] for f in seen),
+        "max_relative_error": max(f["relative_error"] for f in seen),
+    }
+
+
+def losses(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return layer -> projection -> what the repack of its experts lost, None when none was repacked."""
+    groups: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    for base, row in figures.items():
+        # `layers.3.ffn.experts.17.w1`: all experts of one layer and projection make one row.
+        parts = base.split(".")
+        projections = groups.setdefault(".".join(parts[:2]), {})
+        projections.setdefault(parts[-1], {})[base] = row
+    if not groups:
+        return None
+    return {layer: {p: _loss(found[p]) for p in sorted(found)} for layer, found in groups.items()}
+
+
+def _loss(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    worst = max(figures, key=lambda base: figures[base]["relative_error"])
+    rows = list(figures.values())
+    changed = sum(f["codes_changed"] for f in rows)
+    return {
+        "matrices": len(rows),
+        "exact_matrices": sum(f["codes_changed"] == 0 for f in rows),
+        "codes_changed": changed,
+        "min_exact_share": min(f["exact_share"] for f in rows),
+        "max_relative_error": figures[worst]["relative_error"],
+        "worst_block": max(f["worst_block"] for f in rows),
+        "wide_rows": sum(f["wide_rows"] for f in rows),
+        "worst_matrix": worst if changed else None,
     }
 
 

@@ -31,6 +31,7 @@ _COMPARE_LIMIT = 1 << 30  # bytes of duplicate tensors that are compared before 
 class Opening(Listing):
     """State of one `open_checkpoint` call; methods run in the order in which it calls them."""
 
+    gone: Mapping[str, Shard] = field(default_factory=dict)  # shards that were deleted on purpose
     indexed: bool = False  # the index gave a usable weight_map
     excused: set[str] = field(default_factory=set)  # tensors whose index entry was refused
     total_size: int | None = None
@@ -126,7 +127,9 @@ class Opening(Listing):
         if not self.excused:  # refused entries leave gaps of their own
             self._check_numbering(wanted)
         for name in wanted:
-            if name not in present:
+            if name not in present and name in self.gone:
+                self.shards[name] = self.gone[name]
+            elif name not in present:
                 problem = f"missing shard; the index puts {carried[name]:,} tensors into it"
                 self.add("shard.missing", name, problem)
             elif not self.link_fault(name):

@@ -272,14 +272,20 @@ def _plan_shard(
     return ShardPlan(name, header, tuple(steps))
 
 
+def source_digest(headers: Mapping[str, str]) -> str:
+    """Return one digest over the header hashes of all source shards, as shard metadata carries it."""
+    source = hashlib.sha256()
+    for name, digest in sorted(headers.items()):
+        # A name of a damaged manifest may be no text.
+        source.update(f"{name} {digest}\n".encode("utf-8", "surrogatepass"))
+    return source.hexdigest()
+
+
 def shard_metadata(layout: Layout, source_headers: Mapping[str, str]) -> dict[str, str]:
     """Return the `__metadata__` of every output shard: the same on every machine, no time stamps."""
-    source = hashlib.sha256()
-    for name, digest in sorted(source_headers.items()):
-        source.update(f"{name} {digest}\n".encode())
     metadata = {
         "dsv4convert.layout": layout.value,
-        "dsv4convert.source": source.hexdigest(),
+        "dsv4convert.source": source_digest(source_headers),
         "dsv4convert.writer": WRITER_VERSION,
         # Loaders of the torch family refuse or skip shards without it.
         "format": "pt",

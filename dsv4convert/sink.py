@@ -127,6 +127,19 @@ class Sink:
                 self._error = self._error or error
 
 
+class Discard(Sink):
+    """Takes everything and keeps nothing, for a pass that only looks at values."""
+
+    def __init__(self, buffers: int, size: int) -> None:
+        super().__init__(-1, buffers, size)
+
+    def hash(self, tensor: str, data: memoryview) -> None:
+        """Hash nothing."""
+
+    def _store(self, tensor: str | None, view: memoryview, offset: int) -> None:
+        return
+
+
 def shard_digest(header: bytes, tensors: Mapping[str, str]) -> str:
     """Return the digest of a shard from its parts.
 

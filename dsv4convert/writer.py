@@ -115,6 +115,12 @@ class PendingFile:
             raise write_fault(error, self.path) from error
         return self
 
+    def write(self, data: bytes) -> None:
+        """Append bytes, all of them."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -154,9 +160,7 @@ def write_bytes(final: Path, scratch: Path, data: bytes) -> None:
         EnvironmentFault: it cannot be written.
     """
     with PendingFile(final, scratch, len(data)) as pending:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(pending.fd, view) :]
+        pending.write(data)
 
 
 def sync_directory(path: Path) -> None:

@@ -21,7 +21,10 @@ from typing import Any
 from dsv4convert.transform import Transformer
 
 SHARD, MARKER, ACTION = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+#: The how-maniest transform of the shard is meant; `--consume` looks at values first.
+AT = int(os.environ.get("HELD_AT", "1"))
 _run = Transformer.run
+_met = []
 
 
 def _hold() -> None:
@@ -40,6 +43,8 @@ def _fill() -> None:
 def run(self: Transformer, steps: Any) -> Any:
     """Do what `Transformer.run` does, and ACTION at the chosen shard."""
     chosen = steps[0].sources[0].shard == SHARD
+    _met.extend([1] * chosen)
+    chosen = chosen and len(_met) >= AT
     if chosen and ACTION == "fill":
         _fill()
     outcome = _run(self, steps)

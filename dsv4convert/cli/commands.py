@@ -5,13 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dsv4convert.cli import pages
+from dsv4convert.cli.expect import expect_option, with_expectations
 from dsv4convert.cli.memory import memory_options
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
@@ -100,14 +101,15 @@ def inspect(shell: Shell, path: Path, tensors: str | None) -> None:
 
 @main.command(epilog=EXIT_HELP)
 @_directory("src")
+@expect_option
 @_strict
 @command_options
-def original(shell: Shell, src: Path, strict: bool) -> None:
+def original(shell: Shell, src: Path, expect: Mapping[str, int | str], strict: bool) -> None:
     """Validate a downloaded official checkpoint in SRC: structure, from headers alone."""
     from dsv4convert.checkpoint import open_checkpoint
     from dsv4convert.validate.structure import check_original
 
-    shell.report(check_original(open_checkpoint(src)), strict)
+    shell.report(with_expectations(check_original(open_checkpoint(src)), expect), strict)
 
 
 @main.command(epilog=EXIT_HELP)
@@ -201,6 +203,11 @@ def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
     metavar="I/N",
     help="Convert only every N-th shard, from the I-th (0 to N-1) on; close with `finalize`.",
 )
+@click.option(
+    "--consume",
+    is_flag=True,
+    help="DELETE each shard of SRC once what was made of it has been read back. Cannot be undone.",
+)
 @_limit_options
 @command_options
 def convert(
@@ -210,6 +217,7 @@ def convert(
     experts: str,
     jobs: int | None,
     shards: str | None,
+    consume: bool,
     allow_rounding: bool,
     max_relative_error: float | None,
     min_exact: float | None,
@@ -225,6 +233,8 @@ def convert(
 
     limits = Limits(allow_rounding, max_relative_error, min_exact)
     part = _parse_part(shards)
+    if consume and part:
+        raise click.UsageError("--consume does not go with --shards: other jobs may need a shard")
 
     def begin(made: Plan, todo: int) -> None:
         shell.say(f"{made.title}: {made.source_layout.value} -> {made.layout.value}, plan {made.digest[:12]}")
@@ -247,6 +257,7 @@ def convert(
             limits=limits,
             progress=bar,
             on_plan=planned,
+            consume=consume,
         )
     _show_result(shell, result, dst, src)
 
@@ -290,6 +301,7 @@ def finalize(
 @click.option(
     "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose faults must fall on block borders."
 )
+@expect_option
 @_jobs("Worker processes for --read-data.")
 @_strict
 @command_options
@@ -299,6 +311,7 @@ def converted(
     reference: Path | None,
     read_data: float | None,
     tp: int | None,
+    expect: Mapping[str, int | str],
     jobs: int | None,
     strict: bool,
 ) -> None:
@@ -318,7 +331,7 @@ def converted(
             jobs=_default_jobs(jobs),
             progress=bar,
         )
-    shell.report(report, strict)
+    shell.report(with_expectations(report, expect), strict)
 
 
 @main.command(epilog=EXIT_HELP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Anonymous memory of one process: torch and the strips in flight. Measured by `make bench`.
 MEMORY_PER_PROCESS = 350 << 20
+#: Rows of the table of losses at the end of `convert`.
+LOSSES_SHOWN = 5
 
 
 def inspect_json(seen: Survey, tensors: Iterable[TensorInfo] | None) -> dict[str, Any]:
@@ -205,6 +207,7 @@ def result_json(result: Result, dst: Path) -> dict[str, Any]:
         "written": result.written,
         "reused": result.reused,
         "missing": list(result.missing),
+        "consumed": list(result.consumed),
         "tensors": plan.tensors,
         "data_bytes": plan.data_bytes,
         "seconds": round(result.seconds, 3),
@@ -234,6 +237,25 @@ def result_lines(result: Result, dst: Path, source: Path | None) -> Iterator[str
         exact = f"{experts['exact_matrices']:,} of {experts['matrices']:,} matrices exact"
         worst = f"worst relative error {experts['max_relative_error']:.2g}"
         yield f"  experts    {exact}, {experts['codes_changed']:,} codes rounded, {worst}"
+        yield from _loss_lines(result.manifest["losses"] if result.manifest else {})
     yield "  checked    headers read back, sizes, a hash of every tensor as it was written"
-    reference = f" --reference {source}" if source else ""
+    if result.consumed:
+        yield f"  consumed   {len(result.consumed):,} source shards deleted, their outputs were read back"
+    reference = f" --reference {source}" if source and not result.consumed else ""
     yield f"  next: dsv4convert converted {dst}{reference} --read-data"
+
+
+def _loss_lines(losses: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """Yield the layers and projections that lost most, if any lost anything."""
+    rows = [(layer, part, row) for layer, parts in losses.items() for part, row in parts.items()]
+    lossy = sorted((r for r in rows if r[2]["codes_changed"]), key=lambda r: -r[2]["max_relative_error"])
+    if not lossy:
+        return
+    yield f"  {'losses':<11}{'layer':<12}{'part':<6}{'inexact':>14}{'rounded':>13}{'error':>9}{'block':>8}"
+    for layer, part, row in lossy[:LOSSES_SHOWN]:
+        inexact = f"{row['matrices'] - row['exact_matrices']:,} of {row['matrices']:,}"
+        numbers = f"{row['codes_changed']:>13,}{row['max_relative_error']:>9.2g}{row['worst_block']:>8.2g}"
+        yield f"  {'':<11}{layer:<12}{part:<6}{inexact:>14}{numbers}"
+    left = len(lossy) - LOSSES_SHOWN
+    more = f"{left:,} more in `losses` of `dsv4convert.json`; " if left > 0 else ""
+    yield f"  {'':<11}{more}error and block: the worst matrix and block of 32, relative"

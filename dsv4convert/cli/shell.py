@@ -132,12 +132,12 @@ def run(shell: Shell, action: Callable[[], None]) -> None:
         shell.detail(f"done in {time.monotonic() - started:.2f} s")
     except Dsv4Error as error:
         fail(shell, error.findings, error.exit_code)
+    except click.ClickException:
+        raise  # Options that are wrong together: click says so and exits with 2.
     except KeyboardInterrupt:
         interrupted(shell, Exit.SIGINT)
     except _Terminated:
         interrupted(shell, Exit.SIGTERM)
-    except click.ClickException:
-        raise
     except OSError as error:
         _system_error(shell, error)
     except Exception as error:

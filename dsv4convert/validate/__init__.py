@@ -16,8 +16,9 @@ from dsv4convert.journal import DIRECTORY
 from dsv4convert.names import Layout
 from dsv4convert.plan import plan
 from dsv4convert.survey import detect_layout, survey
+from dsv4convert.validate.provenance import MANIFEST_NOT_CHECKED, read_manifest
 from dsv4convert.validate.report import Report
-from dsv4convert.validate.structure import check_converted, check_original, read_manifest
+from dsv4convert.validate.structure import check_converted, check_original
 
 Path = str | os.PathLike[str]
 Progress = Callable[[int], None]
@@ -95,7 +96,7 @@ def _with_reference(
     if faults:
         return replace(report, findings=(*faults, *report.findings))
     planned = plan(seen, detect_layout(checkpoint.tensors))
-    findings = check_source(planned, checkpoint, read_manifest(checkpoint.root)[0])
+    findings = check_source(planned, source, checkpoint, read_manifest(checkpoint.root)[0])
     done = [*report.checked, "reference: its shard headers are those this checkpoint was made from"]
     left, compared = list(report.not_checked), None
     if percent is not None and not findings:
@@ -103,6 +104,7 @@ def _with_reference(
         findings = check_reference(planned, source, checkpoint, percent, jobs, progress)
         done.append(f"contents: {_share(percent)} recomputed from the reference")
         left = [] if percent >= 100 else [f"contents: the other {100 - percent:g} % of the weights"]
+        left += [line for line in report.not_checked if line == MANIFEST_NOT_CHECKED]
     merged = _merged(findings, report)
     return replace(report, findings=merged, checked=tuple(done), not_checked=tuple(left), contents=compared)
 
@@ -119,7 +121,7 @@ def _with_hashes(
     findings = check_hashes(checkpoint, manifest, percent, jobs, progress)
     done = (*report.checked, f"contents: {_share(percent)} against the hashes of the manifest")
     rest = () if percent >= 100 else (f"contents: the other {100 - percent:g} % of the tensors",)
-    left = (*rest, "whether the conversion was right: pass `--reference`")
+    left = (*rest, "whether the conversion was right: pass `--reference`", MANIFEST_NOT_CHECKED)
     merged = _merged(findings, report)
     return replace(report, findings=merged, checked=done, not_checked=left, contents=percent)
 

@@ -26,10 +26,12 @@ from dsv4convert.formats.spec import ceil_div
 from dsv4convert.header import Shard, ShardReader, TensorInfo
 from dsv4convert.journal import MANIFEST
 from dsv4convert.names import pattern_of
+from dsv4convert.origin import recorded_sha256
 from dsv4convert.plan import Op, Plan, ShardPlan, Step
 from dsv4convert.sink import shard_digest
 from dsv4convert.transform import group_steps
 from dsv4convert.workers import run_all
+from dsv4convert.writer import WRITER_VERSION
 
 U8 = NDArray[np.uint8]
 Progress = Callable[[int], None]
@@ -43,12 +45,13 @@ def selects(name: str, percent: float) -> bool:
 
 
 def check_source(
-    plan: Plan, checkpoint: Checkpoint, manifest: Mapping[str, Any] | None
+    plan: Plan, source: Checkpoint, checkpoint: Checkpoint, manifest: Mapping[str, Any] | None
 ) -> tuple[Finding, ...]:
     """Check that a reference is the source of a conversion: same headers, same tensors.
 
     Args:
         plan: The plan that makes the checkpoint's layout from the reference.
+        source: The reference.
         checkpoint: The converted checkpoint.
         manifest: Its manifest, None for a checkpoint of other origin.
     """
@@ -57,13 +60,37 @@ def check_source(
         name = next((n for n in sorted({*recorded, *there}) if recorded.get(n) != there.get(n)), "")
         problem = "not the checkpoint that was converted: this shard's header is another one"
         return (finding("reference.other", name, problem),)
+    known = recorded_sha256(source.root, plan.source_headers)
+    recorded = manifest["source"]["content_sha256"] if manifest else {}
+    for name, value in known.items():
+        if recorded.get(name, value) != value:
+            problem = "not the checkpoint that was converted: the download client recorded another content"
+            expected, found = f"sha256 {recorded[name][:12]}…", f"{value[:12]}…"
+            return (finding("reference.other", name, problem, expected=expected, found=found),)
     planned = {s.name: (s.dtype, s.shape) for p in plan.shards for s in p.steps}
     stored = {n: (t.dtype, t.shape) for n, t in checkpoint.tensors.items()}
     different = [n for n in planned.keys() | stored.keys() if planned.get(n) != stored.get(n)]
     if different:
         problem = f"{len(different):,} tensors are not those the reference gives"
         return (finding("reference.other", min(different), problem),)
-    return ()
+    return tuple(_plan_findings(plan, manifest)) if manifest else ()
+
+
+def _plan_findings(plan: Plan, manifest: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compare what the manifest records about the source with a plan made from the source itself."""
+    wanted: dict[str, object] = {
+        "source.file_bytes": plan.source_bytes,
+        "source.layout": plan.source_layout.value,
+    }
+    # Another writer version decides otherwise, and has another digest.
+    if manifest["plan"]["writer_version"] == WRITER_VERSION:
+        wanted["plan.digest"] = plan.digest
+    for key, value in wanted.items():
+        part, _, name = key.partition(".")
+        if manifest[part][name] != value:
+            expected, found = f"`{value}`", f"`{str(manifest[part][name])[:80]}`"
+            problem = f"`{key}` is not what the reference gives"
+            yield finding("manifest.mismatch", MANIFEST, problem, expected=expected, found=found)
 
 
 @dataclass(frozen=True, slots=True)

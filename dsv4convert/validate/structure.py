@@ -7,23 +7,26 @@ not check: that every byte of tensor data is the right one.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from dsv4convert.checkpoint import CONFIG, Checkpoint
+from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING
 from dsv4convert.handoff import SECTION, SKIP_KEYS, runtime_modules, split_findings
 from dsv4convert.journal import DIRECTORY, INDEX, MANIFEST
-from dsv4convert.manifest import SCHEMA
 from dsv4convert.names import Layout, official_shard_count
 from dsv4convert.survey import Survey, survey
 from dsv4convert.table import Role
+from dsv4convert.validate.provenance import (
+    MANIFEST_CHECKED,
+    MANIFEST_NOT_CHECKED,
+    STRUCTURAL,
+    manifest_findings,
+    read_manifest,
+)
 from dsv4convert.validate.report import Report
 
 _STRUCTURE = (
@@ -31,8 +34,6 @@ _STRUCTURE = (
     "index: against the headers of all shards",
     "tensors: names, dtypes, shapes and scale grids against `config.json`",
 )
-#: Errors of these kinds explain why a shard is not the recorded one.
-_STRUCTURAL = ("dir.", "file.", "index.", "shard.", "tensor.", "name.", "unit.")
 _CONTENTS = "contents: no tensor byte was compared with a hash or a reference"
 
 #: Files of the official repositories that a deployment misses later, and what for.
@@ -86,13 +87,14 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
     findings += faults
     not_checked = [_CONTENTS]
     if manifest:
-        findings += _manifest_findings(checkpoint, manifest, seen.layout, errors_of(findings))
-        if any(f.code.startswith(_STRUCTURAL) for f in findings):
+        findings += manifest_findings(seen, manifest, errors_of(findings))
+        if any(f.code.startswith(STRUCTURAL) for f in findings):
             not_checked.insert(
                 0, "manifest: shards and tensors are compared with it when the errors are gone"
             )
         else:
-            checked.append("manifest: against shards, tensors and side files")
+            checked.append(MANIFEST_CHECKED)
+            not_checked.append(MANIFEST_NOT_CHECKED)
     report = _report(seen, findings, tuple(checked), tuple(not_checked))
     if not manifest:
         return report
@@ -239,107 +241,6 @@ def _metadata_findings(checkpoint: Checkpoint, layout: Layout) -> Iterator[Findi
             problem = f"{len(other):,} shards name another packing in their metadata"
             found = repr(packings[other[0]])[:40]
             yield finding("config.section", other[0], problem, expected=f"`{PACKING}`", found=found)
-
-
-def read_manifest(root: Path) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
-    """Read `dsv4convert.json`.
-
-    Returns:
-        The manifest, or None; and the findings about its absence or damage.
-    """
-    try:
-        manifest = json.loads((root / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return None, (finding("manifest.missing", MANIFEST, "not there: the checkpoint is of other origin"),)
-    except OSError as error:
-        return None, (finding("file.unreadable", MANIFEST, f"cannot be read: {error.strerror}"),)
-    except (ValueError, RecursionError):
-        return None, (finding("manifest.not-json", MANIFEST, "is not JSON"),)
-    fault = _manifest_shape(manifest)
-    return (None, (fault,)) if fault else (manifest, ())
-
-
-def _manifest_shape(manifest: Any) -> Finding | None:
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != SCHEMA:
-        problem = "has no schema this version knows"
-        return finding(
-            "manifest.not-json", MANIFEST, problem, expected=f"`{SCHEMA}`", found=repr(schema)[:60]
-        )
-    for section, keys in _SECTIONS.items():
-        part = manifest.get(section)
-        if not isinstance(part, dict) or not all(isinstance(part.get(k), t) for k, t in keys.items()):
-            return finding("manifest.not-json", MANIFEST, f"section `{section}` is incomplete")
-    rows, shards = manifest.get("tensors"), manifest["output"]["shards"]
-    if not isinstance(rows, dict) or not _all_hold(rows, {"xxh3_128": str}):
-        return finding("manifest.not-json", MANIFEST, "section `tensors` is incomplete")
-    if not _all_hold(shards, {"bytes": int, "digest": str}):
-        return finding("manifest.not-json", MANIFEST, "section `output.shards` is incomplete")
-    return None
-
-
-_SECTIONS: Mapping[str, Mapping[str, type]] = {
-    "source": {"header_sha256": dict},
-    "plan": {"digest": str, "layout": str},
-    "output": {"shards": dict, "files_sha256": dict},
-}
-
-
-def _all_hold(rows: Mapping[str, Any], fields: Mapping[str, type]) -> bool:
-    return all(
-        isinstance(row, dict) and all(isinstance(row.get(k), t) for k, t in fields.items())
-        for row in rows.values()
-    )
-
-
-def _manifest_findings(
-    checkpoint: Checkpoint,
-    manifest: Mapping[str, Any],
-    layout: Layout | None,
-    errors: tuple[Finding, ...],
-) -> Iterator[Finding]:
-    """Compare with the manifest whatever `errors`, found before, do not explain."""
-    if layout and manifest["plan"]["layout"] != layout.value:
-        expected, found = f"`{manifest['plan']['layout']}`", f"`{layout.value}`"
-        yield finding("manifest.mismatch", MANIFEST, "records another layout", expected=expected, found=found)
-        return
-    if not any(f.code.startswith(_STRUCTURAL) for f in errors):
-        yield from _recorded_findings(checkpoint, manifest)
-    explained = {f.where for f in errors}
-    if any(f.code.startswith("config.") for f in errors):
-        explained.add(CONFIG)
-    files = {n: h for n, h in manifest["output"]["files_sha256"].items() if n not in explained}
-    yield from _file_findings(checkpoint.root, files)
-
-
-def _recorded_findings(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    unavailable = set(checkpoint.weight_map.values()) - checkpoint.shards.keys()
-    recorded = {n: s["bytes"] for n, s in manifest["output"]["shards"].items() if n not in unavailable}
-    present = {n: s.size for n, s in checkpoint.shards.items()}
-    for name in sorted(recorded.keys() | present.keys()):
-        # A shard without tensors is in no index, so the reader does not list it.
-        if recorded.get(name) != present.get(name) and not (name in recorded and name not in present):
-            expected, found = f"{recorded.get(name, 0):,} bytes", f"{present.get(name, 0):,}"
-            yield finding("manifest.mismatch", name, "not the recorded shard", expected=expected, found=found)
-    names = set(checkpoint.tensors) | {n for n, s in checkpoint.weight_map.items() if s in unavailable}
-    strange = sorted(names ^ set(manifest["tensors"]))
-    if strange:
-        problem = f"{len(strange):,} tensors are recorded or stored, but not both"
-        yield finding("manifest.mismatch", strange[0], problem)
-
-
-def _file_findings(root: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:
-    for name, wanted in recorded.items():
-        path = root / name
-        inside = not os.path.isabs(name) and ".." not in Path(name).parts
-        if not inside or not path.is_file():
-            yield finding("manifest.mismatch", name, "recorded, but not there")
-            continue
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != wanted:
-            problem = "was changed after the conversion"
-            expected = f"sha256 {str(wanted)[:12]}…"
-            yield finding("content.hash", name, problem, expected=expected, found=f"{found[:12]}…")
 
 
 def role_table(seen: Survey) -> dict[Role, tuple[int, int]]:

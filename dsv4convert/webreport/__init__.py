@@ -16,8 +16,9 @@ from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.journal import MANIFEST
 from dsv4convert.survey import survey
+from dsv4convert.validate.provenance import read_manifest
 from dsv4convert.validate.report import Report
-from dsv4convert.validate.structure import check_converted, read_manifest
+from dsv4convert.validate.structure import check_converted
 
 # With one of these there is no finished conversion of ours to report on.
 _NOTHING_THERE = ("dst.unfinished", "dst.not-converted", "manifest.not-json", "dir.no-weights")
