@@ -44,6 +44,7 @@ _FAMILIES = {
     "manifest": "The manifest",
     "reference": "Comparison with the source",
     "content": "Stored bytes",
+    "online": "Questions to the Hub",
     "io": "Reading and writing",
     "worker": "Worker processes",
     "env": "The installation",
