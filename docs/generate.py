@@ -47,6 +47,7 @@ _FAMILIES = {
     "content": "Stored bytes",
     "report": "The report page",
     "expect": "Expectations of a script",
+    "online": "Questions to the Hub",
     "io": "Reading and writing",
     "worker": "Worker processes",
     "env": "The installation",

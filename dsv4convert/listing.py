@@ -24,6 +24,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".tflite")
 _PARTIAL = (".incomplete", ".aria2", ".part", ".crdownload")
 _BOOKKEEPING = frozenset({".mdl", ".msc", ".mv"})  # left at the top by ModelScope downloads
+#: Names of lists in the manner of `sha256sum`, which describe this directory and no copy of it.
+CHECKSUM_LIST = re.compile(
+    r"(?:sha256sums?|checksums?\.sha256)(?:\.txt)?|.+\.sha256(?:sums?)?", re.IGNORECASE
+)
 _BLOB = re.compile(r"[0-9a-fA-F]{40,}")
 
 
@@ -35,6 +39,8 @@ def _kind(rel: str) -> str:
     if low.endswith(_PARTIAL) or "._____temp/" in rel:
         return "partial"
     if rel == "dsv4convert.json" or rel.startswith(".dsv4convert") or rel in _BOOKKEEPING:
+        return "own"
+    if name == rel and CHECKSUM_LIST.fullmatch(name):
         return "own"
     if rel == "hf_quant_config.json":
         return "quantization"

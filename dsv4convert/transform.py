@@ -114,17 +114,18 @@ class Transformer:
         source = step.sources[0]
         if source.dtype == "F8_E8M0" and piece.max(initial=0) >= 253:
             self._check_scales(step, piece, start)
-        if source.dtype == "F8_E4M3" and _has_e4m3_nan(piece):
-            nans = np.flatnonzero((piece & 0x7F) == 0x7F)
-            row, column = divmod(start + int(nans[0]), source.shape[-1])
-            self.outcome.findings.append(_e4m3_nan(step.name, len(nans), (row, column)))
+        if source.dtype == "F8_E4M3":
+            nans, first = count_e4m3_nan(piece)
+            if nans:
+                at = divmod(start + first, source.shape[-1])
+                self.outcome.findings.append(e4m3_nan(step.name, nans, at))
 
     def _check_scales(self, step: Step, piece: Bytes, start: int) -> None:
         source = step.sources[0]
         nans, first = count_nan_scales(piece.reshape(1, -1))
         if nans and first:
             at = divmod(start + first[1], source.shape[-1])
-            self.outcome.findings.append(_scale_nan(step.name, nans, at))
+            self.outcome.findings.append(scale_nan(step.name, nans, at))
         if step.role is Role.ROUTED_EXPERT and len(step.sources) == 2:
             # Only a block with large codes overflows, so the codes of this strip's rows are needed.
             weight = step.sources[1]
@@ -136,10 +137,8 @@ class Transformer:
     def _note_overflow(self, name: str, packed: Bytes, scales: Bytes, row: int = 0) -> None:
         count, first = count_mxfp4_overflow(packed, scales)
         if count and first:
-            problem = f"{count:,} MXFP4 blocks overflow BF16"
-            found = f"scale byte {scales[first]} at block [{first[0] + row}, {first[1]}]"
-            hit = finding("value.mxfp4-overflow", name, problem, expected="scale bytes 0..252", found=found)
-            self.outcome.findings.append(hit)
+            at = first[0] + row, first[1]
+            self.outcome.findings.append(mxfp4_overflow(name, count, int(scales[first]), at))
 
     # FP8 ------------------------------------------------------------------------------------------
 
@@ -160,20 +159,14 @@ class Transformer:
             stats += decoder.decode(codes, scale_rows, out, row=row)
             self._sink.write(step.name, buffer, out.nbytes, step.start + 2 * row * k)
         if stats.nan_codes and stats.first_nan:
-            self.outcome.findings.append(_e4m3_nan(weight.name, stats.nan_codes, stats.first_nan))
+            self.outcome.findings.append(e4m3_nan(weight.name, stats.nan_codes, stats.first_nan))
         if stats.nan_scales and stats.first_nan_scale:
-            self.outcome.findings.append(_scale_nan(scale.name, stats.nan_scales, stats.first_nan_scale))
+            self.outcome.findings.append(scale_nan(scale.name, stats.nan_scales, stats.first_nan_scale))
         if stats.inexact_blocks:
             self._note_inexact(weight, scale, stats)
 
     def _note_inexact(self, weight: TensorInfo, scale: TensorInfo, stats: Fp8Stats) -> None:
-        block = stats.inexact[0]
-        total = scale.shape[0] * scale.shape[1]
-        problem = f"{stats.inexact_blocks:,} of {total:,} blocks are outside BF16's exact range"
-        found = f"{block.scale} at block [{block.row}, {block.column}]"
-        self.outcome.findings.append(
-            finding("value.inexact", weight.name, problem, expected="scale bytes 3..246", found=found)
-        )
+        self.outcome.findings.append(inexact(weight.name, scale.shape[0] * scale.shape[1], stats))
         listed = [[b.row, b.column, b.scale] for b in stats.inexact]
         self.outcome.figures[weight.name.removesuffix(".weight")] = {
             "inexact_blocks": stats.inexact_blocks,
@@ -221,14 +214,11 @@ class Transformer:
     def _check_nan_scales(self, scale: TensorInfo, scales: Bytes) -> None:
         nans, first = count_nan_scales(scales)
         if nans and first:
-            self.outcome.findings.append(_scale_nan(scale.name, nans, first))
+            self.outcome.findings.append(scale_nan(scale.name, nans, first))
 
     def _note_repack(self, weight: TensorInfo, stats: RepackStats) -> None:
         if stats.low_rows:
-            problem = f"{stats.low_rows:,} rows need a channel scale below the normal range of F32"
-            found = f"row {stats.first_low_row}"
-            hit = finding("value.scale-range", weight.name, problem, expected="an exponent >= 5", found=found)
-            self.outcome.findings.append(hit)
+            self.outcome.findings.append(low_rows(weight.name, stats))
         self.outcome.figures[weight.name.removesuffix(".weight")] = stats.as_dict()
 
 
@@ -302,17 +292,48 @@ def _decoder(block: tuple[int, int], k: int) -> Fp8Decoder:
     return Fp8Decoder(block, k)
 
 
-def _has_e4m3_nan(piece: Bytes) -> bool:
-    return bool(piece.size) and (piece.max() == 0xFF or piece.view(np.int8).max() == 0x7F)
+# Findings about values; checks that convert nothing report the same ones. ----------------------------------
 
 
-def _e4m3_nan(name: str, count: int, at: tuple[int, int]) -> Finding:
+def count_e4m3_nan(piece: Bytes) -> tuple[int, int]:
+    """Return the number of NaN codes of a flat strip, and the position of the first one."""
+    if not piece.size or not (piece.max() == 0xFF or piece.view(np.int8).max() == 0x7F):
+        return 0, 0
+    nans = np.flatnonzero((piece & 0x7F) == 0x7F)
+    return len(nans), int(nans[0])
+
+
+def e4m3_nan(name: str, count: int, at: tuple[int, int]) -> Finding:
+    """Return the finding about NaN codes, the first of them at row and column `at`."""
     problem = f"{count:,} E4M3 codes are NaN"
     return finding("value.e4m3-nan", name, problem, expected="none", found=f"the first at [{at[0]}, {at[1]}]")
 
 
-def _scale_nan(name: str, count: int, at: tuple[int, int]) -> Finding:
+def scale_nan(name: str, count: int, at: tuple[int, int]) -> Finding:
+    """Return the finding about scale bytes 255, the first of them at row and column `at` of the grid."""
     problem = f"{count:,} UE8M0 scale bytes are 255, which is NaN"
     return finding(
         "value.scale-nan", name, problem, expected="0..254", found=f"the first at [{at[0]}, {at[1]}]"
     )
+
+
+def mxfp4_overflow(name: str, count: int, scale: int, at: tuple[int, int]) -> Finding:
+    """Return the finding about MXFP4 blocks beyond BF16, the first at `at` with scale byte `scale`."""
+    problem = f"{count:,} MXFP4 blocks overflow BF16"
+    found = f"scale byte {scale} at block [{at[0]}, {at[1]}]"
+    return finding("value.mxfp4-overflow", name, problem, expected="scale bytes 0..252", found=found)
+
+
+def inexact(name: str, total: int, stats: Fp8Stats) -> Finding:
+    """Return the finding about FP8 blocks, of `total`, that BF16 cannot hold exactly."""
+    block = stats.inexact[0]
+    problem = f"{stats.inexact_blocks:,} of {total:,} blocks are outside BF16's exact range"
+    found = f"{block.scale} at block [{block.row}, {block.column}]"
+    return finding("value.inexact", name, problem, expected="scale bytes 3..246", found=found)
+
+
+def low_rows(name: str, stats: RepackStats) -> Finding:
+    """Return the finding about rows whose channel scale would be no normal F32."""
+    problem = f"{stats.low_rows:,} rows need a channel scale below the normal range of F32"
+    found = f"row {stats.first_low_row}"
+    return finding("value.scale-range", name, problem, expected="an exponent >= 5", found=found)

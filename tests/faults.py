@@ -7,11 +7,14 @@ and must pass: a check that refuses too much is as useless as one that refuses t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ Change = Callable[[Toy], object]
 SOURCE = {"original {src}": 1, "plan {src}": 1, "convert {src} {out}": 3}
 CONVERT = {"convert {src} {out}": 3}
 CONVERT_BOTH = {"convert {src} {out}": 3, "convert {src} {out} --experts mxfp4": 3}
+READ = {"original {src} --read-data": 1}
+HASHED = {"original {src} --checksums auto": 1}
 OUTPUT = {"converted {src}": 1}
 PROVED = {"converted {src} --reference {ref} --read-data": 1}
 
@@ -33,6 +38,8 @@ SOUND = ("original {src}",)
 MADE = ("convert {src} {out}", "converted {out} --reference {src} --read-data")
 MADE_MXFP4 = ("convert {src} {out} --experts mxfp4", "converted {out} --reference {src} --read-data")
 VALID = ("converted {src}",)
+VERIFIED = ("original {src} --checksums auto",)
+LOOKED_AT = ("original {src} --read-data",)
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 3500000000\n"
 HTML = b"<!DOCTYPE html><html><title>403</title></html>"
@@ -414,6 +421,113 @@ def add_side_files(k: Toy) -> None:
     k.put("assets/deep/run.py", "raise SystemExit('never executed')")
 
 
+# Lists of hashes ------------------------------------------------------------------------------------------
+
+COMMIT, OTHER_COMMIT = "7" * 40, "9" * 40
+
+
+def files_of(k: Toy) -> dict[str, Path]:
+    """Return relative name -> path of every file, bookkeeping left out."""
+    names = {p.relative_to(k.root).as_posix(): p for p in sorted(k.root.rglob("*")) if p.is_file()}
+    return {n: p for n, p in names.items() if not n.startswith(".") and n != "SHA256SUMS"}
+
+
+def etag(name: str, content: bytes) -> str:
+    """Return what the Hub calls a file: SHA-256 of a large one, the git blob of a small one."""
+    if name.endswith((".safetensors", "tokenizer.json")):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def sums(k: Toy) -> None:
+    """Write what `sha256sum *` prints."""
+    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {n}\n" for n, p in files_of(k).items()]
+    k.put("SHA256SUMS", "".join(lines))
+
+
+def sums_of(*names: str) -> Change:
+    def change(k: Toy) -> None:
+        sums(k)
+        lines = (k.root / "SHA256SUMS").read_text().splitlines(keepends=True)
+        k.put("SHA256SUMS", "".join(x for x in lines if x.split()[1] in names))
+
+    return change
+
+
+def sums_in(style: Callable[[str, str], str], place: str = "list.txt") -> Change:
+    def change(k: Toy) -> None:
+        text = "".join(style(hashlib.sha256(p.read_bytes()).hexdigest(), n) for n, p in files_of(k).items())
+        (k.root.parent / place).write_text(text)
+
+    return change
+
+
+def record(k: Toy, name: str, commit: str = COMMIT) -> None:
+    """Leave what `hf download --local-dir` leaves about one file."""
+    line = f"{commit}\n{etag(name, (k.root / name).read_bytes())}\n1785000000.0\n"
+    k.put(f".cache/huggingface/download/{name}.metadata", line)
+
+
+def records(k: Toy) -> None:
+    for name in files_of(k):
+        record(k, name)
+
+
+def fetched_from_another_commit(k: Toy) -> None:
+    """Fetch one shard of a sibling revision over the right one; the client's record follows."""
+    reverse(k, 4)
+    record(k, S(4), OTHER_COMMIT)
+
+
+def reverse(k: Toy, number: int) -> None:
+    """Give a shard other weights under the same header."""
+    k.rewrite(k.S(number), lambda r: [(*r[:3], r[3][::-1])])
+
+
+def sibling(number: int) -> Change:
+    return lambda k: reverse(k, number)
+
+
+def hashed_farm(k: Toy) -> None:
+    """Turn the checkpoint into a cache whose blobs bear their true hashes."""
+    blobs = k.root.parent / "blobs"
+    blobs.mkdir()
+    for name, path in files_of(k).items():
+        blob = blobs / etag(name, path.read_bytes())
+        shutil.move(path, blob)
+        path.symlink_to(os.path.relpath(blob, path.parent))
+
+
+def append(name: str, content: bytes) -> Change:
+    return lambda k: k.put(name, (k.root / name).read_bytes() + content)
+
+
+def json_list(k: Toy) -> None:
+    rows = {
+        n: {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
+        for n, p in files_of(k).items()
+    }
+    page = {"repo": "owner/name", "revision": COMMIT, "files": rows}
+    (k.root.parent / "list.json").write_text(json.dumps(page))
+
+
+# Values ---------------------------------------------------------------------------------------------------
+
+_NOISE = np.random.default_rng(5).integers(0, 256, 4096, np.uint8).tobytes()
+
+
+def fill(name: str, offset: int, content: bytes) -> Change:
+    return lambda k: k.poke(name, offset, content)
+
+
+def zero(name: str) -> Change:
+    return lambda k: k.poke(name, 0, bytes(len(k.row(name)[3])))
+
+
+def all_bytes(name: str, value: int) -> Change:
+    return lambda k: k.poke(name, 0, bytes([value]) * len(k.row(name)[3]))
+
+
 # What a result must look like -----------------------------------------------------------------------------
 
 
@@ -525,6 +639,11 @@ def nothing_counted_twice(k: Toy) -> None:
     assert set(k.result().tensors()) == set(k.result().weight_map)
 
 
+def sums_left_behind(k: Toy) -> None:
+    """A list of the source says nothing about the result."""
+    assert not (k.out / "SHA256SUMS").exists()
+
+
 # The table ------------------------------------------------------------------------------------------------
 
 _DSPARK = ("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank")
@@ -532,6 +651,7 @@ _BAD_NAMES = {"up": "../secret.safetensors", "absolute": "/etc/hostname", "empty
 _BAD_NAMES |= {"nul": "x\0.safetensors", "drive": "C:x.safetensors", "list": ["a"], "pickle": "x.bin"}
 _ODD_COUNTS = {"huge": 10**6, "absurd": 10**40, "negative": -1, "bool": True, "float": 3.0, "string": "3"}
 _ODD_COUNTS |= {"null": None, "list": [3]}
+_LISTED = ("original {src} --checksums {parent}/list.txt",)
 _TO_KEEP, _TO_DECODE = "layers.0.attn_norm.weight", f"{WQ_A}.weight"
 _FLIPS = {
     "kept": (_TO_KEEP, _TO_KEEP),
@@ -623,20 +743,42 @@ FAULTS: tuple[Fault, ...] = (
     Fault("C07-pruned", "0731", prune, "config.field", ("n_routed_experts",), SOURCE),
     Fault("C07-one-expert", "0731", drop(*(f"layers.1.ffn.experts.2.{w}.{p}" for w in ("w1", "w2", "w3") for p in ("weight", "scale"))), "unit.missing-tensor", ("layers.1.ffn.experts.2.w1.weight",), SOURCE),
     # Values; only reading the data shows them.
-    Fault("F30-nan-dense", "0731", poke(f"{WQ_A}.scale", 0, 255), "value.scale-nan", (f"{WQ_A}.scale",), CONVERT_BOTH),
-    Fault("F30-nan-expert", "0731", poke(f"{EXPERT}.scale", 5, 255), "value.scale-nan", (f"{EXPERT}.scale",), CONVERT_BOTH),
-    Fault("F30-low", "0731", poke("layers.1.attn.wq_a.scale", 0, 0), "value.inexact", ("layers.1.attn.wq_a.weight",), CONVERT_BOTH),
-    Fault("F30-high", "0731", poke("mtp.0.attn.wq_a.scale", 0, 254), "value.inexact", ("mtp.0.attn.wq_a.weight",), CONVERT_BOTH),
-    Fault("F30-expert-high", "0731", large_code, "value.mxfp4-overflow", (f"{EXPERT}.weight",), CONVERT),
+    Fault("F30-nan-dense", "0731", poke(f"{WQ_A}.scale", 0, 255), "value.scale-nan", (f"{WQ_A}.scale",), CONVERT_BOTH | READ),
+    Fault("F30-nan-expert", "0731", poke(f"{EXPERT}.scale", 5, 255), "value.scale-nan", (f"{EXPERT}.scale",), CONVERT_BOTH | READ),
+    Fault("F30-low", "0731", poke("layers.1.attn.wq_a.scale", 0, 0), "value.inexact", ("layers.1.attn.wq_a.weight",), CONVERT_BOTH | READ),
+    Fault("F30-high", "0731", poke("mtp.0.attn.wq_a.scale", 0, 254), "value.inexact", ("mtp.0.attn.wq_a.weight",), CONVERT_BOTH | READ),
+    Fault("F30-expert-high", "0731", large_code, "value.mxfp4-overflow", (f"{EXPERT}.weight",), CONVERT | READ),
     Fault("F30-expert-high-kept", "0731", large_code, "value.mxfp4-overflow", (f"{EXPERT}.scale",), {"convert {src} {out} --experts mxfp4": 3}),
-    Fault("F30-low-row", "0731", low_row, "value.scale-range", (f"{EXPERT}.weight",), CONVERT),
-    Fault("F31-shared", "0731", poke(f"{SHARED}.weight", 3, 0x7F), "value.e4m3-nan", (f"{SHARED}.weight",), CONVERT_BOTH),
-    Fault("F31-draft", "0731", poke("mtp.0.main_proj.weight", 9, 0xFF), "value.e4m3-nan", ("mtp.0.main_proj.weight",), CONVERT_BOTH),
-    Fault("F31-table", "v4.1", poke("layers.1.engram.embed.weight", 9, 0xFF), "value.e4m3-nan", ("layers.1.engram.embed.weight",), CONVERT),
+    Fault("F30-low-row", "0731", low_row, "value.scale-range", (f"{EXPERT}.weight",), CONVERT | READ),
+    Fault("F31-shared", "0731", poke(f"{SHARED}.weight", 3, 0x7F), "value.e4m3-nan", (f"{SHARED}.weight",), CONVERT_BOTH | READ),
+    Fault("F31-draft", "0731", poke("mtp.0.main_proj.weight", 9, 0xFF), "value.e4m3-nan", ("mtp.0.main_proj.weight",), CONVERT_BOTH | READ),
+    Fault("F31-table", "v4.1", poke("layers.1.engram.embed.weight", 9, 0xFF), "value.e4m3-nan", ("layers.1.engram.embed.weight",), CONVERT | READ),
     Fault("F34-error", "0731", wide_row, "value.relative-error", (WIDE,), {"convert {src} {out} --max-relative-error 1e-6": 3}),
     Fault("F34-share", "0731", wide_row, "value.exact-share", (WIDE,), {"convert {src} {out} --min-exact 1": 3}),
     Fault("F56-group", "int8", nothing, "tp.split", ("routed experts w2",), {"converted {src} --tp 2": 1, "plan {ref} --tp 2": 1}),
     Fault("F56-ragged", "ragged-int8", nothing, "tp.split", ("routed experts w2",), {"converted {src} --tp 2": 1}),
+    Fault("V01-zeros", "0731", fill(f"{EXPERT}.weight", 4096, bytes(8192)), "value.hole", (f"{EXPERT}.weight",), READ),
+    Fault("V01-tail", "0731", fill(f"{SHARED}.weight", 20480, b"\x38" * 12288), "value.hole", (f"{SHARED}.weight",), READ),
+    Fault("V01-repeated", "0731", fill(f"{EXPERT}.weight", 0, _NOISE * 4), "value.hole", (f"{EXPERT}.weight",), READ),
+    Fault("V01-bf16", "0731", fill("layers.2.attn.compressor.wkv.weight", 0, bytes(16384)), "value.hole", ("layers.2.attn.compressor.wkv.weight",), READ),
+    Fault("V02-nan", "0731", poke("norm.weight", 6, 0xC0, 0x7F), "value.non-finite", ("norm.weight",), READ),
+    Fault("V02-infinite", "0731", poke("layers.2.ffn.gate.bias", 4, 0, 0, 0x80, 0xFF), "value.non-finite", ("layers.2.ffn.gate.bias",), READ),
+    Fault("V03-too-large", "0731", poke("layers.0.ffn.gate.tid2eid", 8, 4), "value.expert-id", ("layers.0.ffn.gate.tid2eid",), READ),
+    Fault("V03-negative", "0731", poke("layers.0.ffn.gate.tid2eid", 8, *[255] * 8), "value.expert-id", ("layers.0.ffn.gate.tid2eid",), READ),
+    # Hashes.
+    Fault("H01-data", "0731", both(sums, flip("layers.1.attn.wq_a.weight", 77)), "content.hash", (S(3),), HASHED),
+    Fault("H01-index", "0731", both(sums, append(INDEX, b" ")), "content.hash", (INDEX,), HASHED),
+    Fault("H01-config", "0731", both(sums, cfg(rms_norm_eps=1e-5)), "content.hash", (CONFIG,), HASHED),
+    Fault("H01-side-file", "0731", both(sums, append("inference/config.json", b"\n")), "content.hash", ("inference/config.json",), HASHED),
+    Fault("H02-sibling-shard", "0731", both(sums, sibling(4)), "content.hash", (S(4),), HASHED),
+    Fault("H03-large", "0731", both(records, flip("norm.weight")), "content.hash", (S(5),), HASHED),
+    Fault("H03-small", "0731", both(records, append("generation_config.json", b" ")), "content.hash", ("generation_config.json",), HASHED),
+    Fault("H04-blob", "0731", both(hashed_farm, flip("layers.0.attn.wq_a.weight")), "content.hash", (S(2),), HASHED),
+    Fault("H05-disagree", "0731", both(sums, records, fetched_from_another_commit), "content.sources", (S(4),), HASHED, frozenset({"content.mixed-revisions"})),
+    Fault("H06-nowhere", "0731", nothing, "content.list-file", ("nowhere",), {"original {src} --checksums {src}/nowhere": 3}),
+    Fault("H06-no-list", "0731", nothing, "content.list-file", ("README.md",), {"original {src} --checksums {src}/README.md": 3}),
+    Fault("H06-other-json", "0731", nothing, "content.list-file", (CONFIG,), {"original {src} --checksums {src}/config.json": 3}),
+    Fault("H07-no-commit", "0731", nothing, "online.unknown-revision", ("REPO@COMMIT",), {"original {src} --online": 3}),
     # Source and destination.
     Fault("D01-occupied", "0731", occupy, "dst.not-empty", ("out",), CONVERT),
     Fault("D02-same", "0731", nothing, "dst.inside-source", ("0731",), {"convert {src} {src}": 3}),
@@ -730,6 +872,37 @@ NEIGHBOURS: tuple[Neighbour, ...] = (
     Neighbour("C05-three", "0731", cfg(num_hidden_layers=3), SOUND),
     Neighbour("C06-class-name", "0731", cfg(architectures=["Whatever"]), SOUND),
     Neighbour("C07-pruned", "0731", both(prune, cfg(n_routed_experts=2)), (*SOUND, *MADE)),
+    Neighbour("V01-rows", "0731", both(fill(f"{EXPERT}.weight", 128, bytes(256)), fill(f"{SHARED}.weight", 256, bytes(512))), LOOKED_AT),
+    Neighbour("V01-small", "0731", both(zero("norm.weight"), zero("layers.2.ffn.gate.bias")), LOOKED_AT),
+    Neighbour("V01-equal-scales", "0731", lambda k: k.flatten(), LOOKED_AT),
+    Neighbour("V01-unused-ids", "0731", fill("embed.weight", 0, bytes(16384)), LOOKED_AT, frozenset({"value.unused-rows"})),
+    Neighbour("V01-ragged", "ragged", nothing, LOOKED_AT),
+    Neighbour("V01-v4.1", "v4.1", nothing, LOOKED_AT),
+    Neighbour("V01-vision", "vision", nothing, ("original {src} --read-data 5",)),
+    Neighbour("V02-largest", "0731", both(poke("norm.weight", 6, 0x7F, 0x7F), poke("layers.2.ffn.gate.bias", 4, 255, 255, 0x7F, 0xFF)), LOOKED_AT),
+    Neighbour("V03-last-expert", "0731", poke("layers.0.ffn.gate.tid2eid", 8, 3), LOOKED_AT),
+    Neighbour("V04-window", "0731", both(poke(f"{WQ_A}.scale", 0, 3), poke(f"{EXPERT}.scale", 0, 0)), LOOKED_AT),
+    Neighbour("V04-zero-block", "0731", zero_block, LOOKED_AT),
+    Neighbour("V05-far-scales", "0731", all_bytes(f"{WQ_A}.scale", 60), LOOKED_AT, frozenset({"value.scale-statistics"})),
+    Neighbour("V05-border", "0731", all_bytes(f"{WQ_A}.scale", 90), LOOKED_AT),
+    Neighbour("H01-intact", "0731", sums, VERIFIED),
+    Neighbour("H01-flip-unseen", "0731", both(sums, flip("norm.weight")), SOUND),
+    Neighbour("H01-newer", "0731", both(sums, lambda k: os.utime(k.S(3))), VERIFIED),
+    Neighbour("H01-shards-only", "0731", both(sums_of(*(S(n) for n in range(1, 9))), cfg(rms_norm_eps=1e-5)), VERIFIED),
+    Neighbour("H01-absent", "0731", both(sums, remove("LICENSE")), VERIFIED, frozenset({"content.absent"})),
+    Neighbour("H01-line-broken", "0731", both(sums, append("SHA256SUMS", b"and so on\n")), VERIFIED, frozenset({"content.list"})),
+    Neighbour("H02-none", "0731", nothing, VERIFIED, frozenset({"content.unverified"})),
+    Neighbour("H02-not-copied", "0731", sums, MADE, check=sums_left_behind),
+    Neighbour("H03-records", "0731", records, VERIFIED),
+    Neighbour("H03-torn-record", "0731", both(sums, put(f".cache/huggingface/download/{S(1)}.metadata", b"7777")), VERIFIED, frozenset({"content.list"})),
+    Neighbour("H04-farm", "0731", hashed_farm, VERIFIED),
+    Neighbour("H05-agree", "0731", both(sums, records), VERIFIED),
+    Neighbour("H05-newer-readme", "0731", both(records, lambda k: record(k, "README.md", OTHER_COMMIT)), VERIFIED),
+    Neighbour("H06-bsd", "0731", sums_in(lambda h, n: f"SHA256 ({n}) = {h.upper()}\r\n"), _LISTED),
+    Neighbour("H06-from-above", "0731", sums_in(lambda h, n: f"{h} *0731/{n}\n"), _LISTED),
+    Neighbour("H06-dotted", "0731", sums_in(lambda h, n: f"# made by hand\n\n{h}\t./{n}\n"), _LISTED),
+    Neighbour("H06-json", "0731", json_list, ("original {src} --checksums {parent}/list.json",)),
+    Neighbour("H07-offline", "0731", records, VERIFIED),
     Neighbour("D01-empty", "0731", lambda k: k.out.mkdir(), MADE),
     Neighbour("D02-sibling", "0731", nothing, ("convert {src} {src}-int8",)),
     Neighbour("D03-first-moment", "0731", lambda k: (k.out / ".dsv4convert").mkdir(parents=True), MADE),

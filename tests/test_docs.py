@@ -139,7 +139,7 @@ def test_prose_fits_the_column_limit(page: Path) -> None:
 # ---- commands
 
 #: Options of pip, hf and our own scripts that the pages name on their own.
-OPTIONS_OF_OTHERS = {"--include", "--local-dir", "--no-deps", "--revision"}
+OPTIONS_OF_OTHERS = {"--force-download", "--include", "--local-dir", "--no-deps", "--revision"}
 
 
 def _code(page: Path) -> Iterator[str]:

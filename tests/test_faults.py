@@ -41,7 +41,7 @@ def command(line: str, k: Toy, toybox: Toybox) -> list[str]:
     if "{other}" in line:
         paths["other"] = toybox.original("ragged")
     arguments = [part.format(**paths) for part in line.split()]
-    if arguments[0] in ("convert", "converted"):
+    if arguments[0] in ("convert", "converted", "original"):
         arguments += ["--jobs", "1"]  # more would start processes
     return arguments
 

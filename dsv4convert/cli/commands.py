@@ -12,7 +12,9 @@ from typing import Any
 import click
 
 from dsv4convert.cli import pages
+from dsv4convert.cli.download import check_download, contents_options
 from dsv4convert.cli.expect import expect_option, with_expectations
+from dsv4convert.cli.limits import limit_options
 from dsv4convert.cli.memory import memory_options
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
@@ -101,15 +103,16 @@ def inspect(shell: Shell, path: Path, tensors: str | None) -> None:
 
 @main.command(epilog=EXIT_HELP)
 @_directory("src")
+@contents_options
 @expect_option
 @_strict
 @command_options
-def original(shell: Shell, src: Path, expect: Mapping[str, int | str], strict: bool) -> None:
-    """Validate a downloaded official checkpoint in SRC: structure, from headers alone."""
-    from dsv4convert.checkpoint import open_checkpoint
-    from dsv4convert.validate.structure import check_original
+def original(shell: Shell, src: Path, expect: Mapping[str, int | str], strict: bool, **contents: Any) -> None:
+    """Validate a downloaded official checkpoint in SRC: structure; contents and values on request.
 
-    shell.report(with_expectations(check_original(open_checkpoint(src)), expect), strict)
+    Without --checksums a file with the right headers passes, whatever its other bytes are.
+    """
+    shell.report(with_expectations(check_download(shell, src, **contents), expect), strict)
 
 
 @main.command(epilog=EXIT_HELP)
@@ -168,31 +171,6 @@ def plan(
         raise SystemExit(Exit.FINDINGS)
 
 
-def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which losses are still acceptable."""
-    for option in reversed(
-        (
-            click.option(
-                "--allow-rounding",
-                is_flag=True,
-                help="Accept blocks that leave BF16's exact range; the manifest lists them.",
-            ),
-            click.option(
-                "--max-relative-error",
-                type=click.FloatRange(0),
-                help="Refuse a repacked matrix above this relative error.",
-            ),
-            click.option(
-                "--min-exact",
-                type=click.FloatRange(0, 1),
-                help="Refuse a repacked matrix with a smaller share of exact codes.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
-
-
 @main.command(epilog=EXIT_HELP)
 @_directory("src")
 @_directory("dst")
@@ -208,7 +186,7 @@ def _limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
     is_flag=True,
     help="DELETE each shard of SRC once what was made of it has been read back. Cannot be undone.",
 )
-@_limit_options
+@limit_options
 @command_options
 def convert(
     shell: Shell,
@@ -265,7 +243,7 @@ def convert(
 @main.command(epilog=EXIT_HELP)
 @_directory("dst")
 @click.option("--source", type=click.Path(path_type=Path), help="The source, if it moved since.")
-@_limit_options
+@limit_options
 @command_options
 def finalize(
     shell: Shell,

@@ -86,6 +86,10 @@ def _verdict(report: Report, strict: bool) -> Iterable[str]:
         yield f"  checked      {line}"
     for line in report.not_checked:
         yield f"  NOT checked  {line}"
+    if report.fetch_again:
+        yield "fetch again:"
+        yield from (f"  {name}" for name in report.fetch_again)
+        yield f"  $ {report.fetch_command}"
     yield report.verdict(strict=strict)
 
 

@@ -2,7 +2,7 @@
 
 The files are DeepSeek's own (MIT), byte for byte, except ``deepseek-v4-flash-vision-exp.json``: its values
 are those of the release, its key order is not known. Nothing but their numbers is used: every count, shape
-and shard is derived from them.
+and shard is derived from them. ``sha256/`` holds the published hashes of shards and index, where known.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ class Release:
         title: Name for people.
         repo: Hugging Face repository.
         served: True when the SM80 runtime of this project is meant to serve its conversion.
+        twins: Other repositories with the same config and the same tensors.
     """
 
     key: str
     title: str
     repo: str
     served: bool
+    twins: tuple[str, ...] = ()
 
 
 RELEASES: Mapping[str, Release] = {
@@ -41,6 +43,7 @@ RELEASES: Mapping[str, Release] = {
             "DeepSeek-V4-Flash-0731 (-DSpark has the same tensors)",
             "deepseek-ai/DeepSeek-V4-Flash-0731",
             True,
+            ("deepseek-ai/DeepSeek-V4-Flash-DSpark",),
         ),
         Release(
             "deepseek-v4-flash-vision-exp",
@@ -68,4 +71,18 @@ def config_text(key: str) -> str:
 def config(key: str) -> dict[str, Any]:
     """Return a release's parsed `config.json`; a fresh dict with the key order of the file."""
     parsed: dict[str, Any] = json.loads(config_text(key))
+    return parsed
+
+
+@cache
+def published_hashes(key: str) -> Mapping[str, Any] | None:
+    """Return ``{repo, revision, files: {name: {bytes, sha256}}}`` of a release; None if it is not known.
+
+    Raises:
+        KeyError: `key` is not in `RELEASES`.
+    """
+    path = files(__name__).joinpath("sha256", f"{RELEASES[key].key}.json")
+    if not path.is_file():
+        return None
+    parsed: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return parsed

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
 from dsv4convert.errors import Finding, errors_of
 from dsv4convert.journal import DIRECTORY
 from dsv4convert.names import Layout
 from dsv4convert.plan import plan
-from dsv4convert.survey import detect_layout, survey
+from dsv4convert.survey import Survey, detect_layout, survey
 from dsv4convert.validate.provenance import MANIFEST_NOT_CHECKED, read_manifest
 from dsv4convert.validate.report import Report
 from dsv4convert.validate.structure import check_converted, check_original
+
+if TYPE_CHECKING:
+    from dsv4convert.validate.hashlists import HashList
 
 Path = str | os.PathLike[str]
 Progress = Callable[[int], None]
@@ -30,6 +34,7 @@ def verify(
     reference: Path | None = None,
     read_data: float | None = None,
     tp: int | None = None,
+    checksums: Path | None = None,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> Report:
@@ -40,20 +45,124 @@ def verify(
         reference: The source of a converted checkpoint.
         read_data: Percent of the weights whose bytes are read; None reads headers only.
         tp: Tensor-parallel size that a converted checkpoint must allow.
-        jobs: Worker processes for reading data.
+        checksums: Hashes to compare an official checkpoint with: ``auto`` or a file.
+        jobs: Worker processes for reading data, threads for hashing.
         progress: Called with numbers of bytes as they are compared.
 
     Raises:
-        Refused: there is no such directory.
+        Refused: there is no such directory, or no such list of hashes.
         EnvironmentFault: reading failed.
     """
     checkpoint = open_checkpoint(path)
     # The first shards of an unfinished conversion may hold no dense weight that would tell its layout.
     begun = (checkpoint.root / DIRECTORY).is_dir()
     if not begun and reference is None and detect_layout(checkpoint.tensors) is Layout.OFFICIAL:
-        return check_original(checkpoint)
+        options = Contents(checksums=checksums, read_data=read_data, jobs=jobs)
+        return verify_original(checkpoint, options, progress=progress)
     return verify_converted(
         checkpoint, reference=reference, read_data=read_data, tp=tp, jobs=jobs, progress=progress
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """How far the contents of an official checkpoint are to be checked.
+
+    Attributes:
+        checksums: ``auto`` for the hashes that can be found, a file with hashes, None for neither.
+        online: Ask the Hub for names, sizes and hashes.
+        repo: Repository to ask and to fetch from, ``REPO`` or ``REPO@COMMIT``; None to work it out.
+        read_data: Percent of the weights whose values are looked at.
+        jobs: Threads for hashing, worker processes for values.
+        remember: Use and keep hashes of earlier runs.
+    """
+
+    checksums: Path | None = None
+    online: bool = False
+    repo: str | None = None
+    read_data: float | None = None
+    jobs: int = 1
+    remember: bool = True
+
+
+def verify_original(
+    checkpoint: Checkpoint,
+    options: Contents,
+    *,
+    on_total: Progress | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check an official checkpoint: structure always, contents as far as `options` say.
+
+    Args:
+        checkpoint: The download.
+        options: What to do beside the structure.
+        on_total: Called once with the number of bytes that will be read, if any.
+        progress: Called with numbers of bytes read.
+
+    Raises:
+        Refused: a list of hashes, or a commit on the Hub, is not what was asked for.
+        EnvironmentFault: reading failed, or the Hub cannot be asked.
+    """
+    from dsv4convert.validate.checksums import check_contents, check_sizes, expected_bytes, with_fetch_list
+
+    seen = survey(checkpoint)
+    report = check_original(checkpoint, seen)
+    lists = _hash_lists(seen, options)
+    if lists:
+        report = check_sizes(report, seen, lists)
+    reading = options.read_data is not None and not errors_of(report.findings)
+    if on_total:
+        hashing = sum(expected_bytes(seen, lists)) if options.checksums else 0
+        values = report.facts["data_bytes"] * (options.read_data or 0) / 100 if reading else 0
+        on_total(hashing + int(values))
+    if options.checksums:
+        from dsv4convert.validate.hashing import Memory
+
+        memory = Memory(checkpoint.root) if options.remember else None
+        act = progress or _ignore
+        report = check_contents(report, seen, lists, jobs=options.jobs, memory=memory, progress=act)
+    if options.read_data is not None:
+        report = _with_values(report, seen, options, reading, progress or _ignore)
+    return with_fetch_list(report, seen, lists, options.repo)
+
+
+def _hash_lists(seen: Survey, options: Contents) -> tuple[HashList, ...]:
+    from dsv4convert.validate.checksums import checkpoint_files, origin
+    from dsv4convert.validate.hashlists import find_lists, read_list
+
+    checkpoint = seen.checkpoint
+    lists: tuple[HashList, ...] = ()
+    if options.checksums == "auto":
+        key = seen.release.key if seen.release else None
+        lists = find_lists(checkpoint.root, checkpoint_files(checkpoint), key)
+    elif options.checksums is not None:
+        lists = (read_list(options.checksums, checkpoint.root.name),)
+    if options.online:
+        from dsv4convert.validate.online import hub_list
+
+        lists = (*lists, hub_list(*origin(seen, lists, options.repo)))
+    return lists
+
+
+def _with_values(
+    report: Report, seen: Survey, options: Contents, possible: bool, progress: Progress
+) -> Report:
+    """Add what the values of the weights show."""
+    percent = options.read_data or 0
+    if not possible:
+        return replace(report, not_checked=(*report.not_checked, "values: there are errors to mend first"))
+    from dsv4convert.validate.values import check_values
+
+    found = check_values(seen, percent, options.jobs, progress)
+    done = f"values: codes, scales, holes and numbers of {_share(percent).rstrip(',')}, {found.read:,} bytes"
+    rest = () if percent >= 100 else (f"values: the other {100 - percent:g} % of the weights",)
+    return replace(
+        report,
+        findings=_merged(tuple(found.findings), report),
+        facts={**report.facts, "scales": found.facts()},
+        checked=(*report.checked, done),
+        not_checked=(*report.not_checked, *rest),
     )
 
 

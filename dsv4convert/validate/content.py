@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -126,22 +127,19 @@ def check_reference(
         steps = tuple(_sample(shard.steps, percent))
         stored = {s.name: output.tensors[s.name] for s in steps}
         tasks.append((shard.name, _Task(replace(shard, steps=steps), stored, slim_source, slim_output)))
-    return _run(_compare_shard, tasks, jobs, progress)
+    return tuple(chain.from_iterable(run_tasks(_compare_shard, tasks, jobs, progress)))
 
 
-def _run(
-    function: Callable[[Any, Progress], list[Finding]],
-    tasks: Sequence[tuple[str, Any]],
-    jobs: int,
-    progress: Progress,
-) -> tuple[Finding, ...]:
-    findings: list[Finding] = []
+def run_tasks(
+    function: Callable[[Any, Progress], Any], tasks: Sequence[tuple[str, Any]], jobs: int, progress: Progress
+) -> list[Any]:
+    """Return ``function(task, progress)`` of every task in any order; one job needs no process."""
+    results: list[Any] = []
     if jobs == 1 or len(tasks) == 1:
-        for _, task in tasks:
-            findings += function(task, progress)
+        results += [function(task, progress) for _, task in tasks]
     else:
-        run_all(function, tasks, jobs, findings.extend, progress)
-    return tuple(findings)
+        run_all(function, tasks, jobs, results.append, progress)
+    return results
 
 
 def _sample(steps: Iterable[Step], percent: float) -> Iterator[Step]:
@@ -364,7 +362,7 @@ def check_hashes(
         }
         digest = manifest["output"]["shards"].get(name, {}).get("digest") if percent >= 100 else None
         tasks.append((name, (replace(shard, tensors=tensors), hashes, digest)))
-    return _run(_hash_shard, tasks, jobs, progress)
+    return tuple(chain.from_iterable(run_tasks(_hash_shard, tasks, jobs, progress)))
 
 
 def _hash_shard(task: tuple[Shard, Mapping[str, str], str | None], progress: Progress) -> list[Finding]:

@@ -29,6 +29,8 @@ class Report:
         checked: What was looked at, in words; the findings say with which result.
         not_checked: What was not, in words.
         contents: Percent of the tensor data that was compared with something; None for none.
+        fetch_again: Files of a download that are missing or wrong.
+        fetch_command: The command that fetches them.
     """
 
     subject: str
@@ -38,6 +40,8 @@ class Report:
     checked: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
     contents: float | None = None
+    fetch_again: tuple[str, ...] = ()
+    fetch_command: str = ""
 
     def ok(self, *, strict: bool = False) -> bool:
         """Tell whether there are no errors or, under `strict`, no findings at all."""
@@ -49,7 +53,7 @@ class Report:
         warnings = _counted(len(self.findings) - errors, "warning")
         if not self.ok(strict=strict):
             return f"FAILED: {_counted(errors, 'error')}, {warnings}"
-        depth = "structure OK"
+        depth = "structure OK, contents not verified"
         if self.contents is not None:
             whole = self.contents >= 100
             depth = (
@@ -72,6 +76,8 @@ class Report:
             "checked": list(self.checked),
             "not_checked": list(self.not_checked),
             "contents_percent": self.contents,
+            "fetch_again": list(self.fetch_again),
+            "fetch_command": self.fetch_command,
             "findings": [f.as_dict() for f in self.findings],
         }
 

@@ -46,9 +46,14 @@ _SIDE_FILES = {
 }
 
 
-def check_original(checkpoint: Checkpoint) -> Report:
-    """Check the structure of a downloaded official checkpoint."""
-    seen = survey(checkpoint)
+def check_original(checkpoint: Checkpoint, seen: Survey | None = None) -> Report:
+    """Check the structure of a downloaded official checkpoint.
+
+    Args:
+        checkpoint: What was opened.
+        seen: Its survey, if it was made before.
+    """
+    seen = seen or survey(checkpoint)
     findings = [*seen.findings]
     if seen.layout in (Layout.MXFP4, Layout.INT8):
         problem = f"stored in the `{seen.layout.value}` layout: somebody converted it"
@@ -56,7 +61,7 @@ def check_original(checkpoint: Checkpoint) -> Report:
     if seen.geometry and seen.release:
         findings += _shard_count(seen)
     findings += _missing_side_files(checkpoint, seen)
-    return _report(seen, findings, _STRUCTURE, (_CONTENTS,))
+    return _report(seen, findings, _STRUCTURE, (f"{_CONTENTS}; `--checksums auto` does",))
 
 
 def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
