@@ -40,7 +40,8 @@ def test_open_plan_convert_and_verify_agree_on_the_totals(sample: Sample, tmp_pa
     report = api.verify(tmp_path / "out", reference=sample("short"), read_data=100)
     assert plan.digest == result.plan.digest == api.plan(sample("short"), "mxfp4").digest
     assert (result.written, result.reused, result.missing) == (8, 0, ())
-    assert report.findings == () and report.not_checked == ()
+    assert report.findings == ()
+    assert [line.partition(":")[0] for line in report.not_checked] == ["manifest"]
     facts = report.facts
     assert (facts["tensors"], facts["data_bytes"]) == (plan.tensors, plan.data_bytes)
     assert facts["file_bytes"] == plan.file_bytes

@@ -26,7 +26,7 @@ from tests.samples import INDEX, MANIFEST, int8_values, mxfp4_values, read_json,
 from tests.shardfile import rows, write_shard
 
 KINDS = ["plain", "ragged", "preview", "vision", "v41"]
-SCHEMA = Path(__file__).parent.parent / "docs" / "manifest.schema.json"
+SCHEMA = Path(__file__).parent.parent / "docs" / "schemas" / "manifest.schema.json"
 Sample = Callable[[str], Path]
 Made = Callable[[str, str], Path]
 
@@ -362,11 +362,16 @@ def test_side_files_of_a_cache_snapshot_become_real_files_that_follow_the_umask(
     assert {stat.S_IMODE(p.stat().st_mode) for p in written} == {0o640}
     ours, theirs = tree(tmp_path / "out"), tree(made("short", "int8"))
     assert ours.keys() == theirs.keys()
-    assert {n for n in ours if ours[n] != theirs[n]} == {"config.json", MANIFEST}, "the revision is known now"
+    assert {n for n in ours if ours[n] != theirs[n]} == {
+        "config.json",
+        "README.md",
+        MANIFEST,
+    }, "the revision is known now"
     assert read_json(tmp_path / "out" / "config.json")["dsv4convert"]["source_revision"] == commit
-    side = {n for n in ours if not n.endswith(".safetensors")} - {"config.json", MANIFEST, INDEX}
-    assert "inference/config.json" in side and "encoding/README.md" in side
-    assert all(ours[n] == (sample("short") / n).read_bytes() for n in side)
+    written_anew = {"config.json", "README.md", MANIFEST, INDEX}
+    side = {n for n in ours if not n.endswith(".safetensors")} - written_anew
+    assert {"inference/config.json", "encoding/README.md", "README.source.md"} <= side
+    assert all(ours[n] == (sample("short") / n.replace(".source", "")).read_bytes() for n in side)
 
 
 # ---- a second run, and a source that does not hold still

@@ -45,7 +45,10 @@ def test_schema_of_what_reads_headers(cli: Cli, source: Path, tmp_path: Path) ->
         require("inspect", cli("inspect", source, "--json", *arguments).json())
     for arguments in ((), ("--steps", "--experts", "mxfp4"), ("--tp", 3, "--dst", tmp_path / "out")):
         require("plan", cli("plan", source, "--json", *arguments).json())
+    budget = ("--tp", 1, "--context", 64, "--concurrency", 2)
+    require("plan", cli("plan", source, "--json", *budget).json())
     require("report", cli("original", source, "--json").json())
+    require("report", cli("original", source, "--json", "--checksums", "auto", "--read-data", 100).json())
     require("report", cli("original", source, "--json", "--expect", "shards=1").json())
 
 

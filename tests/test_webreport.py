@@ -159,7 +159,7 @@ def test_spans_are_the_rows_that_are_not_zero(made: Callable[[str], Path]) -> No
 
 @pytest.mark.parametrize("layout", ["int8", "mxfp4"])
 def test_manifest_is_what_its_schema_says(made: Callable[[str], Path], layout: str) -> None:
-    schema = read_json(ROOT / "docs" / "manifest.schema.json")
+    schema = read_json(ROOT / "docs" / "schemas" / "manifest.schema.json")
     jsonschema.validate(read_json(made(layout) / MANIFEST), schema)
 
 
