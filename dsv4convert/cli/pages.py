@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     # At run time it would load numpy, which commands that read headers do without.
     from dsv4convert.convert import Result
 
-#: Anonymous memory of one process: torch and the strips in flight. Measured by `make bench`.
+#: Anonymous memory of one process that is promised; `make bench` measures a sixth of it.
 MEMORY_PER_PROCESS = 350 << 20
 #: Rows of the table of losses at the end of `convert`.
 LOSSES_SHOWN = 5
