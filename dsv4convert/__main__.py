@@ -1,6 +1,13 @@
 """``python -m dsv4convert``: the same as the ``dsv4convert`` command."""
 
-from dsv4convert.cli import main
+import sys
 
+# Worker processes import this module under another name; they need none of it.
 if __name__ == "__main__":
-    main(prog_name="dsv4convert")
+    try:
+        from dsv4convert.cli import main
+
+        main(prog_name="dsv4convert")
+    except KeyboardInterrupt:
+        # Before a command has begun there is nothing to say.
+        sys.exit(130)

@@ -52,7 +52,7 @@ def close(
     write_bytes(root / "config.json", scratch, config)
     files["config.json"] = hashlib.sha256(config).hexdigest()
     known = recorded_sha256(checkpoint.root, plan.source_headers)
-    manifest = build_manifest(plan, records, files, known, run)
+    manifest = build_manifest(plan, records, files, known, {**run, "resume_key": plan.resume_key})
     write_bytes(root / CARD, scratch, model_card(plan, manifest, checkpoint.root))
     write_bytes(root / MANIFEST, scratch, encode_manifest(manifest))
     write_bytes(root / INDEX, scratch, encode_index(plan))

@@ -6,11 +6,9 @@ reason is continued by the same command. When all shards are done, `closing` wri
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +16,8 @@ from typing import Any, Final
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
 from dsv4convert.closing import close
 from dsv4convert.consume import Consumer, believe_again, require_consumable, source_is_gone
-from dsv4convert.errors import EnvironmentFault, Refused, finding
+from dsv4convert.errors import EnvironmentFault, Refused, errors_of, finding
+from dsv4convert.finished import finished_before
 from dsv4convert.header import Shard, ShardReader, read_header
 from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, require_space
 from dsv4convert.limits import Limits, judge, judge_again
@@ -29,6 +28,7 @@ from dsv4convert.sink import Sink, shard_digest
 from dsv4convert.standin import stand_ins
 from dsv4convert.survey import survey
 from dsv4convert.transform import STRIP, Outcome, Transformer
+from dsv4convert.validate.structure import check_converted
 from dsv4convert.workers import run_all
 from dsv4convert.writer import PendingFile
 
@@ -105,7 +105,7 @@ def convert(
     checkpoint = source if isinstance(source, Checkpoint) else _open_source(source, journal, gone)
     plan = make_plan(survey(checkpoint), experts)
     _refuse_overlap(checkpoint.root, root)
-    complete = _complete_manifest(root, plan)
+    complete = finished_before(root, plan, checkpoint.root)
     if complete is not None:
         return Result(plan, 0, len(plan.shards), (), complete, 0.0)
     if consume and not isinstance(source, Checkpoint):
@@ -113,24 +113,25 @@ def convert(
     else:
         require_space(root, plan.disk_bytes - _bytes_in(root))
     journal.start(plan, checkpoint.root)
-    todo = _still_to_do(_part_of(plan.shards, part), journal, checkpoint, gone)
-    if on_plan:
-        on_plan(plan, sum(_bytes_read(s) for s in todo) * (2 if consume else 1))
-    started = time.monotonic()
-    deleted: tuple[str, ...] = ()
-    if consume:
-        deleted = _consume(checkpoint, plan, journal, todo, jobs, limits, progress or _ignore)
-    else:
-        convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
-    seconds = time.monotonic() - started
-    missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
-    if missing and part is None:
-        raise EnvironmentFault(finding("dst.unfinished", missing[0], "was changed by another process"))
-    manifest = None
-    # The jobs of an array never close: the last two could do so at the same moment.
-    if not missing and part is None:
-        run = {"jobs": jobs, "seconds": round(seconds, 3)}
-        manifest = close(checkpoint, plan, journal, limits, run)
+    with journal.held(shared=part is not None):
+        todo = _still_to_do(_part_of(plan.shards, part), journal, checkpoint, gone)
+        if on_plan:
+            on_plan(plan, sum(_bytes_read(s) for s in todo) * (2 if consume else 1))
+        started = time.monotonic()
+        deleted: tuple[str, ...] = ()
+        if consume:
+            deleted = _consume(checkpoint, plan, journal, todo, jobs, limits, progress or _ignore)
+        else:
+            convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
+        seconds = time.monotonic() - started
+        missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
+        if missing and part is None:
+            raise EnvironmentFault(finding("dst.unfinished", missing[0], "was changed by another process"))
+        manifest = None
+        # The jobs of an array never close: the last two could do so at the same moment.
+        if not missing and part is None:
+            run = {"jobs": jobs, "seconds": round(seconds, 3)}
+            manifest = close(checkpoint, plan, journal, limits, run)
     reused = len(plan.shards) - len(todo) - len(missing)
     return Result(plan, len(todo), reused, missing, manifest, seconds, deleted)
 
@@ -211,9 +212,16 @@ def finalize(
     if state is None:
         if (root / INDEX).is_file() and (root / MANIFEST).is_file():
             journal.finish()
+            faults = errors_of(check_converted(open_checkpoint(root)).findings)
+            if faults:
+                raise Refused(faults)
             return None
-        raise Refused(finding("dst.unfinished", root.name, "no conversion was begun here"))
+        hint = "begin one with `dsv4convert convert`"
+        raise Refused(finding("dst.unfinished", root.name, "no conversion was begun here", hint=hint))
     gone = stand_ins(journal)
+    if source is None and not os.path.isdir(state["source"]):
+        problem, hint = "the source is not where the conversion was begun", "name its place with `--source`"
+        raise Refused(finding("dir.not-found", state["source"], problem, hint=hint))
     checkpoint = _open_source(source or state["source"], journal, gone)
     plan = make_plan(survey(checkpoint), state["layout"])
     journal.start(plan, checkpoint.root)
@@ -222,7 +230,8 @@ def finalize(
     if missing:
         problem = f"{len(missing):,} of {len(plan.shards):,} shards are not done"
         raise Refused(finding("dst.unfinished", root.name, problem, found=f"the first is `{missing[0]}`"))
-    manifest = close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
+    with journal.held(shared=False):
+        manifest = close(checkpoint, plan, journal, limits or Limits(), {"jobs": 0, "seconds": 0.0})
     return Result(plan, 0, len(plan.shards), (), manifest, 0.0)
 
 
@@ -251,21 +260,6 @@ def _refuse_overlap(source: Path, root: Path) -> None:
     if target == source or source in target.parents or target in source.parents:
         problem = "source and destination overlap"
         raise Refused(finding("dst.inside-source", root.name, problem, found=os.fspath(target)))
-
-
-def _complete_manifest(root: Path, plan: Plan) -> Mapping[str, Any] | None:
-    """Return the manifest if this very plan has been carried out here already."""
-    if not (root / INDEX).exists():
-        return None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        manifest = json.loads((root / MANIFEST).read_bytes())
-        sizes = {n: s["bytes"] for n, s in manifest["output"]["shards"].items()}
-        present = all((root / n).stat().st_size == size for n, size in sizes.items())
-        if manifest["plan"]["digest"] == plan.digest and present:
-            # A crash between index and clean-up leaves only this to do.
-            Journal(root).finish()
-            return dict(manifest)
-    return None
 
 
 @dataclass(frozen=True, slots=True)

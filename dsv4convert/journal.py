@@ -8,11 +8,12 @@ checkpoint has none.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,26 +73,56 @@ class Journal:
         known = self.read()
         if known is None:
             self._refuse_occupied()
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise write_fault(error, self.root) from error
-            state = {
-                "resume_key": plan.resume_key,
-                "digest": plan.digest,
-                "layout": plan.layout.value,
-                "source": os.fspath(source),
-            }
-            write_bytes(self.path / "plan.json", self.path, json.dumps(state, indent=1).encode())
+            self.begin(plan, source)
         elif known["resume_key"] != plan.resume_key:
             same_decisions = known["digest"] == plan.digest
-            problem = (
-                "the source files were replaced since" if same_decisions else "holds shards of another plan"
-            )
+            if same_decisions:
+                problem = "was begun with other source files: size, time or inode of a shard changed since"
+                raise Refused(finding("dst.other-plan", self.root.name, problem))
+            problem = "holds shards of another plan"
             expected, found = f"plan `{plan.digest[:12]}`", f"`{str(known['digest'])[:12]}`"
-            fault = finding("dst.other-plan", self.root.name, problem, expected=expected, found=found)
-            raise Refused(fault)
+            raise Refused(finding("dst.other-plan", self.root.name, problem, expected=expected, found=found))
         self._sweep()
+
+    def begin(self, plan: Plan, source: Path) -> None:
+        """Create the journal of a plan, whatever else lies in the destination.
+
+        Raises:
+            EnvironmentFault: it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_fault(error, self.root) from error
+        state = {
+            "resume_key": plan.resume_key,
+            "digest": plan.digest,
+            "layout": plan.layout.value,
+            "source": os.fspath(source),
+        }
+        write_bytes(self.path / "plan.json", self.path, json.dumps(state, indent=1).encode())
+
+    @contextmanager
+    def held(self, *, shared: bool) -> Iterator[None]:
+        """Keep other runs out of the destination; jobs of an array share it among themselves.
+
+        Raises:
+            EnvironmentFault: another run is at work here.
+        """
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            problem = "another conversion is at work in this destination"
+            hint = "wait for it, then run the same command again"
+            raise EnvironmentFault(finding("dst.unfinished", self.root.name, problem, hint=hint)) from None
+        except OSError:
+            pass  # No locks on this file system; what both write is the same.
+        try:
+            yield
+        finally:
+            os.close(fd)
 
     def read(self) -> dict[str, Any] | None:
         """Return what was planned here, or None if no conversion was begun.
@@ -127,6 +158,8 @@ class Journal:
         others = [n for n in names if n != DIRECTORY]
         if others:
             problem = "the destination is not empty and no conversion was begun in it"
+            if MANIFEST in others:
+                problem = "the destination holds a finished conversion of another plan or source"
             raise Refused(finding("dst.not-empty", self.root.name, problem, found=f"`{others[0]}`"))
 
     def _sweep(self) -> None:

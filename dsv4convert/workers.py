@@ -49,7 +49,7 @@ def run_all(
         for _ in range(min(jobs, len(waiting))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-            process.start()
+            _start_deaf(process)
             theirs.close()
             name, task = waiting.pop()
             ours.send(task)
@@ -60,6 +60,18 @@ def run_all(
                     _take(connection, busy, waiting, on_result, on_progress)
     finally:
         _end(busy)
+
+
+def _start_deaf(process: SpawnProcess) -> None:
+    """Start a process that ignores SIGINT from its first instruction on, before it can say so itself."""
+    if threading.current_thread() is not threading.main_thread():
+        process.start()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _take(

@@ -62,6 +62,7 @@ LEVELS = {
     "standin": 9,
     "closing": 10,
     "validate.provenance": 10,
+    "finished": 11,
     "validate.content": 11,
     "validate.structure": 11,
     "consume": 12,

@@ -46,8 +46,17 @@ def main() -> None:
     """Validate, convert and prove DeepSeek-V4 checkpoints for SM80 GPUs (A100, A800)."""
 
 
+class _Directory(click.Path):
+    """A path that was really given: an unset variable of a script must not mean the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _directory(name: str) -> Callable[..., Any]:
-    return click.argument(name, type=click.Path(path_type=Path))
+    return click.argument(name, type=_Directory(path_type=Path))
 
 
 _experts = click.option(
@@ -300,7 +309,8 @@ def converted(
     checkpoint = open_checkpoint(dst)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     quiet = shell.quiet or read_data is None
-    with progress("comparing", int(total * (read_data or 0) / 100), quiet=quiet) as bar:
+    # A sample takes at least one weight of every kind from every shard: its size is not known beforehand.
+    with progress("comparing", total if read_data == 100 else 0, quiet=quiet) as bar:
         report = verify_converted(
             checkpoint,
             reference=reference,
@@ -352,6 +362,8 @@ def synth(
 
     if ragged and scale != "tiny":
         raise click.UsageError("--ragged goes with --scale tiny")
+    if scale == "full" and (layers or experts or vocab):
+        raise click.UsageError("--layers, --experts and --vocab go with --scale tiny or slice")
     recipe = Recipe(release, scale, layers or 0, experts or 0, vocab or 0, ragged, seed)
     with progress("writing", data_bytes(recipe), quiet=shell.quiet) as bar:
         size = synthesize(directory, recipe, bar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,7 +221,7 @@ def result_lines(result: Result, dst: Path, source: Path | None) -> Iterator[str
     plan = result.plan
     if result.manifest is None:
         yield f"{dst}: {result.written:,} shards written, {len(result.missing):,} left to other jobs"
-        yield f"  then: dsv4convert finalize {dst}"
+        yield f"  then: dsv4convert finalize {shlex.quote(str(dst))}"
         return
     if not result.written:
         yield f"{dst}: complete, all {result.reused:,} shards were done before"
@@ -241,8 +242,8 @@ def result_lines(result: Result, dst: Path, source: Path | None) -> Iterator[str
     yield "  checked    headers read back, sizes, a hash of every tensor as it was written"
     if result.consumed:
         yield f"  consumed   {len(result.consumed):,} source shards deleted, their outputs were read back"
-    reference = f" --reference {source}" if source and not result.consumed else ""
-    yield f"  next: dsv4convert converted {dst}{reference} --read-data"
+    reference = f" --reference {shlex.quote(str(source))}" if source and not result.consumed else ""
+    yield f"  next: dsv4convert converted {shlex.quote(str(dst))}{reference} --read-data"
 
 
 def _loss_lines(losses: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ def progress(label: str, total: int, *, quiet: bool) -> Iterator[Progress]:
 
     Args:
         label: What is done.
-        total: Bytes in all.
+        total: Bytes in all; 0 when that is not known.
         quiet: Show nothing.
     """
     if quiet:
@@ -31,7 +31,9 @@ def progress(label: str, total: int, *, quiet: bool) -> Iterator[Progress]:
     elif sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, delay=1, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=total or None, desc=label, unit="B", unit_scale=True, delay=1, dynamic_ncols=True
+        ) as bar:
             yield lambda count: _advance(bar, count)
     else:
         yield _Lines(label, total)
@@ -83,10 +85,11 @@ class _Lines:
             return
         self._next = now + _EVERY_SECONDS
         rate = self._done / (now - self._start)
-        left = (self._total - self._done) / rate if rate else 0
-        share = 100 * self._done / self._total if self._total else 100
-        text = f"{self._label}: {share:.0f} %, {gigabytes(self._done)} of {gigabytes(self._total)}"
-        print(f"{text}, {rate / 1e9:.2f} GB/s, {duration(left)} left", file=sys.stderr, flush=True)
+        text = f"{self._label}: {gigabytes(self._done)}, {rate / 1e9:.2f} GB/s"
+        if self._total:
+            share, left = 100 * self._done / self._total, (self._total - self._done) / rate
+            text = f"{text}, {share:.0f} % of {gigabytes(self._total)}, {duration(left)} left"
+        print(text, file=sys.stderr, flush=True)
 
 
 def gigabytes(count: int) -> str:

@@ -98,8 +98,19 @@ def _print(text: str, stream: Any) -> None:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
         # The reader has enough (`| head`); the exit status must still be the verdict.
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _silence(stream)
+    except OSError as error:
+        # Nothing can be said on this stream any more, so the status has to say it.
+        _silence(stream)
+        if stream is sys.stderr:
+            return
+        _print(f"error: `stdout`: writing failed: {error.strerror}   [io.write]", sys.stderr)
+        raise SystemExit(int(Exit.ENVIRONMENT)) from None
+
+
+def _silence(stream: Any) -> None:
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def command_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -175,7 +186,7 @@ def interrupted(shell: Shell, status: Exit) -> NoReturn:
     """Say that nothing is lost, and leave."""
     if shell.json:
         shell.data(json.dumps({"ok": False, "exit_status": int(status), "findings": []}))
-    _print("interrupted: finished shards are kept; run the same command again to continue", sys.stderr)
+    _print("interrupted: nothing is lost; run the same command again to continue", sys.stderr)
     raise SystemExit(int(status))
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
-from dsv4convert.errors import Finding, errors_of
-from dsv4convert.journal import DIRECTORY
+from dsv4convert.errors import Finding, errors_of, finding
+from dsv4convert.journal import DIRECTORY, MANIFEST
 from dsv4convert.names import Layout
 from dsv4convert.plan import plan
 from dsv4convert.survey import Survey, detect_layout, survey
@@ -225,6 +225,9 @@ def _with_hashes(
 
     manifest, _ = read_manifest(checkpoint.root)
     if manifest is None:
+        problem = "tensor data was to be compared, but without a manifest there is nothing to compare it with"
+        fault = finding("content.unverified", MANIFEST, problem, hint="pass `--reference SRC`")
+        report = replace(report, findings=_merged((replace(fault, severity="error"),), report))
         nothing = "contents: without a manifest there is nothing to compare with; pass `--reference`"
         return replace(report, not_checked=(nothing,))
     findings = check_hashes(checkpoint, manifest, percent, jobs, progress)

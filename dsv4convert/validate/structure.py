@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from dsv4convert.catalog import CATALOG
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING
@@ -100,12 +101,27 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
         else:
             checked.append(MANIFEST_CHECKED)
             not_checked.append(MANIFEST_NOT_CHECKED)
+    findings = [_made_here(f) for f in findings] if manifest else findings
     report = _report(seen, findings, tuple(checked), tuple(not_checked))
     if not manifest:
         return report
     # Tells which conversion a saved report is about.
     digest = hashlib.sha256((checkpoint.root / MANIFEST).read_bytes()).hexdigest()
     return replace(report, facts={**report.facts, "manifest_sha256": digest})
+
+
+_MEND = "run the same `convert` command again, which makes damaged shards anew, or fetch the published file"
+_DAMAGE = ("shard.", "file.", "index.", "tensor.", "unit.missing", "unit.orphan")
+
+
+def _made_here(f: Finding) -> Finding:
+    """Return a finding about damage with the way to mend what was converted, not downloaded."""
+    if f.hint != CATALOG[f.code].hint or not f.code.startswith(_DAMAGE) or f.severity != "error":
+        return f
+    return replace(
+        f,
+        hint=_MEND,
+    )
 
 
 def _report(
