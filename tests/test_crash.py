@@ -201,7 +201,7 @@ def test_signal_in_the_middle_of_a_shard_ends_the_run_cleanly(
     run.process.send_signal(number)
     code, err = run.result()
     assert code == status, err
-    assert err == "interrupted: finished shards are kept; run the same command again to continue\n"
+    assert err == "interrupted: nothing is lost; run the same command again to continue\n"
     assert gone(worker), "a worker outlived its parent"
     assert [p for p in run.out.rglob("*") if p.name.startswith(THIRD)] == []
     unfinished(run.out)
@@ -430,7 +430,10 @@ def test_next_run_with_a_changed_source_byte_is_refused(
     with pytest.raises(Refused) as caught:
         convert(source, tmp_path / "out")
     (found,) = caught.value.findings
-    assert (found.code, found.problem) == ("dst.other-plan", "the source files were replaced since")
+    assert (found.code, found.problem) == (
+        "dst.other-plan",
+        "was begun with other source files: size, time or inode of a shard changed since",
+    )
     unfinished(tmp_path / "out")
 
 

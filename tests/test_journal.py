@@ -129,7 +129,10 @@ def test_journal_of_replaced_source_files_is_refused_with_the_reason(journal: Jo
     with pytest.raises(Refused) as caught:
         journal.start(replace(made, resume_key="other"), Path("/source"))
     (found,) = caught.value.findings
-    assert (found.code, found.problem) == ("dst.other-plan", "the source files were replaced since")
+    assert (found.code, found.problem) == (
+        "dst.other-plan",
+        "was begun with other source files: size, time or inode of a shard changed since",
+    )
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"digest": 1}', b"\xff\xfe"])
