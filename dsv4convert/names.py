@@ -45,11 +45,6 @@ class Unit(NamedTuple):
     shape: Shape
     block: tuple[int, int]
 
-    @property
-    def source_format(self) -> BlockFormat | None:
-        """Descriptor of the official storage, None for a plain tensor."""
-        return _block_format(self.row.storage, self.block)
-
     def stored(self, layout: Layout) -> dict[str, Stored]:
         """Return full tensor name -> (dtype, stored shape) in a layout.
 

@@ -106,7 +106,7 @@ class PendingFile:
     Args:
         final: The name the file will have.
         scratch: Directory for the temporary sibling, on the same file system.
-        size: Exact size in bytes, reserved up front where the file system can.
+        size: Size in bytes, for the sentence that says how much room was needed.
 
     Raises:
         EnvironmentFault: the file cannot be created or published.

@@ -286,7 +286,7 @@ def finalize(
     help="Read tensors too: recompute from the reference, or compare hashes without one.",
 )
 @click.option(
-    "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose faults must fall on block borders."
+    "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose splits must fall on block borders."
 )
 @expect_option
 @_jobs("Worker processes for --read-data.")
