@@ -5,11 +5,15 @@
 #   make style     rewrite the code to the house format
 #   make docs      write the generated pages of docs/
 #   make bench     the benchmarks (a benchmark whose result is wrong prints no speed)
+#   make test-gpu  the tests that need a CUDA card, with the python that PY_GPU names (installs nothing)
+#   make bench-gpu the kernels' benchmark on that card
 #   make clean     remove everything that these targets made
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# A machine with a card brings its own python with torch, triton and pytest; nothing is installed there.
+PY_GPU ?= python3
 DEMO := demo-out
 CONSTRAINTS := constraints/cpu.txt
 # -qq: errors only; pip's warnings about a mirror's layout would bury them.
@@ -17,7 +21,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lint quality test style docs bench clean
+.PHONY: help demo lint quality test style docs bench test-gpu bench-gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +86,12 @@ bench: $(VENV)/.tools
 	$(PY) benchmarks/bench_formats.py
 	$(PY) benchmarks/bench_convert.py
 	$(PY) -m pytest -p no:xdist -s -q -m bench --run-benchmark benchmarks
+
+test-gpu:
+	$(PY_GPU) -m pytest --gpu -m gpu tests
+
+bench-gpu:
+	$(PY_GPU) benchmarks/bench_gpu.py
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
