@@ -21,18 +21,18 @@ class Decisions:
     Attributes:
         chosen: ``"layers.3.ffn.gate"`` or ``"layers.2.attn.indexer"`` -> [positions, k] int64; -1 where
             fewer than k entries were visible. The order within a row has no meaning.
+        own: The same of what the layers would have decided themselves; in a recording run it is `chosen`.
     """
 
     def __init__(self) -> None:
-        self.chosen: dict[str, Tensor] = {}
-        self._prescribed = False
+        self.own: dict[str, Tensor] = {}
+        self.chosen: Mapping[str, Tensor] = self.own
 
     @classmethod
     def replay(cls, chosen: Mapping[str, Tensor]) -> Decisions:
-        """Prescribe the decisions of another run, its `chosen`."""
+        """Prescribe the decisions of another run, its `chosen`, which may still be under way."""
         made = cls()
-        made.chosen = dict(chosen)
-        made._prescribed = True
+        made.chosen = chosen
         return made
 
     def settle(self, name: str, start: int, found: Tensor) -> Tensor:
@@ -49,16 +49,13 @@ class Decisions:
         Raises:
             ValueError: the recorded run does not cover these positions.
         """
-        known = self.chosen.get(name)
-        length = 0 if known is None else len(known)
-        end = start + len(found)
-        if not self._prescribed:
-            if length < start:
-                raise ValueError(f"{name}: recorded {length} positions, cannot go on at {start}")
-            self.chosen[name] = found if known is None else torch.cat((known[:start], found))
-            return found
-        if known is None or length < end:
-            raise ValueError(f"{name}: positions {start}..{end - 1} to be replayed, {length} recorded")
+        before = self.own.get(name, found[:0])
+        if len(before) < start:
+            raise ValueError(f"{name}: recorded {len(before)} positions, cannot go on at {start}")
+        self.own[name] = torch.cat((before[:start], found))
+        known, end = self.chosen.get(name, found[:0]), start + len(found)
+        if len(known) < end:
+            raise ValueError(f"{name}: positions {start}..{end - 1} to be replayed, {len(known)} recorded")
         return known[start:end]
 
 
