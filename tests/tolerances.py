@@ -1,0 +1,15 @@
+"""How far results in floating point may lie from their judges; the one table, each number with its reason.
+
+Numbers are relative errors in the Frobenius norm, ``|found - expected| / |expected|``, unless they say
+otherwise. What is bytes or integers is compared for equality, without a row here.
+"""
+
+from __future__ import annotations
+
+# Attention, indexer and stores, `tests/kernels`.
+#: Some hundred float64 operations: 100 * 2^-53, and one order of room.
+FLOAT64_SUMS = 1e-13
+#: Sums of some hundred float32 products in another order: 2^-24 * sqrt(512), and one order of room.
+FLOAT32_SUMS = 1e-5
+#: One rounding to bfloat16: 2^-9 at most, 2^-9 / sqrt(3) on average over mantissas.
+BF16_ROUNDING = 2**-9
