@@ -18,6 +18,8 @@ LINEAR_GROUP, KV_GROUP, INDEX_GROUP = 128, 64, 32
 _E4M3_FLOOR, _E2M1_FLOOR = 1e-4, 6 * 2.0**-126
 _INDEX_FLOOR = 1e-8
 _INT8_MAX = 127.0
+# 127 * 256 + 127: the largest number of two digits whose first one stays within -127..127.
+_INT16_MAX = 32639.0
 
 
 def per_token_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,6 +35,27 @@ def per_token_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(-1)
     scale = torch.where(largest > 0, largest / _INT8_MAX, torch.ones_like(largest))
     return _to_int8(x, scale), scale
+
+
+def per_token_int16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows to two INT8 digits: ``s = max|row| / 32639``, ``256 * high + low = rint(x / s)``.
+
+    The error is 8.9e-6 of the row's largest magnitude (root mean square), so it stays below that of BF16,
+    1.7e-3, while the largest is less than 190 times the row's root mean square.
+
+    Args:
+        x: [..., K] bfloat16 or float32.
+
+    Returns:
+        digits [..., 2, K] int8, high within -127..127 first, low within -128..127, and s [...] float32; s is
+        1 for a row of zeros.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1)
+    scale = torch.where(largest > 0, largest / _INT16_MAX, torch.ones_like(largest))
+    q = (x / scale[..., None]).round().clamp(-_INT16_MAX, _INT16_MAX).to(torch.int32)
+    high = (q + 128) >> 8
+    return torch.stack([high, q - 256 * high], -2).to(torch.int8), scale
 
 
 def index_int8(x: Tensor) -> tuple[Tensor, Tensor]:
