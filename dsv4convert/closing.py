@@ -14,7 +14,7 @@ from dsv4convert.errors import EnvironmentFault, finding
 from dsv4convert.handoff import converted_config, encode_config
 from dsv4convert.journal import INDEX, MANIFEST, Journal
 from dsv4convert.limits import Limits, judge_again
-from dsv4convert.manifest import build_manifest, encode_manifest
+from dsv4convert.manifest import build_manifest, encode_manifest, memory_per_gpu
 from dsv4convert.origin import recorded_sha256
 from dsv4convert.plan import Plan
 from dsv4convert.survey import survey
@@ -52,7 +52,8 @@ def close(
     write_bytes(root / "config.json", scratch, config)
     files["config.json"] = hashlib.sha256(config).hexdigest()
     known = recorded_sha256(checkpoint.root, plan.source_headers)
-    manifest = build_manifest(plan, records, files, known, {**run, "resume_key": plan.resume_key})
+    memory = memory_per_gpu(seen, plan.layout)
+    manifest = build_manifest(plan, records, files, known, memory, {**run, "resume_key": plan.resume_key})
     write_bytes(root / CARD, scratch, model_card(plan, manifest, checkpoint.root))
     write_bytes(root / MANIFEST, scratch, encode_manifest(manifest))
     write_bytes(root / INDEX, scratch, encode_index(plan))

@@ -13,10 +13,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dsv4convert import __version__
+from dsv4convert.handoff import split_findings
 from dsv4convert.journal import ShardRecord
+from dsv4convert.memory import Demand, budgets, bytes_per_gpu
+from dsv4convert.names import Layout
 from dsv4convert.plan import Op, Plan
+from dsv4convert.survey import Survey
 
 SCHEMA = "dsv4convert-manifest-1"
+#: Tensor-parallel sizes for which the manifest says what a GPU holds.
+SIZES = (4, 8)
 _CODES = ".weight_codes"
 _LIBRARIES = ("numpy", "safetensors", "torch", "xxhash")
 
@@ -26,6 +32,7 @@ def build_manifest(
     records: Iterable[ShardRecord],
     files: Mapping[str, str],
     known: Mapping[str, str],
+    memory: Mapping[str, Any],
     run: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the manifest of a finished conversion.
@@ -35,6 +42,7 @@ def build_manifest(
         records: One record per shard.
         files: Other files of the output -> SHA-256.
         known: Source shards -> SHA-256 as the download client recorded it.
+        memory: What `memory_per_gpu` returns.
         run: Facts about this run: jobs, seconds. Library and host facts are added here.
     """
     by_shard = {r.shard: r for r in records}
@@ -68,9 +76,32 @@ def build_manifest(
         "experts": expert_totals(figures),
         "losses": losses(figures),
         "rounded": rounded,
+        "memory": memory,
         "tensors": rows,
         "run": {**run, **_host()},
     }
+
+
+def memory_per_gpu(seen: Survey, layout: Layout) -> dict[str, Any]:
+    """Return tensor-parallel size -> what each GPU holds, as far as it follows from config and layout.
+
+    The budget is that of a server with the defaults of `Demand`; None for a model that is not served or that
+    cannot be split over so many.
+    """
+    if seen.geometry is None:
+        return {}
+    rows = {}
+    for size in SIZES:
+        cuts = [f"{f.where} {f.problem}" for f in split_findings(seen.geometry, layout, size)]
+        found = budgets(seen, () if cuts else (size,), Demand())
+        # Nothing was asked for, so nothing can fail to fit.
+        budget = {k: v for k, v in found[0].as_dict().items() if k != "fits"} if found else None
+        rows[str(size)] = {
+            "weight_bytes": bytes_per_gpu(seen.units, seen.geometry, seen.release, layout, size),
+            "cuts": cuts,
+            "budget": budget,
+        }
+    return rows
 
 
 def command_line(layout: str, rounded: bool) -> str:

@@ -16,6 +16,7 @@ from dsv4convert.formats.spec import INT8_SHIFT, Stored, ceil_div, nbytes
 from dsv4convert.geometry import Geometry
 from dsv4convert.names import Layout, Unit, unit_kinds
 from dsv4convert.releases import Release
+from dsv4convert.survey import Survey
 from dsv4convert.table import Role, Storage
 
 #: Bytes that CUDA reports as the size of an A100 or A800 with 80 GB: 79.25 GiB, as torch prints it.
@@ -319,6 +320,14 @@ def is_served(g: Geometry | None, release: Release | None) -> bool:
     """Tell whether the runtime of this project is meant to serve a model."""
     meant = release is None or release.served
     return meant and g is not None and implements(g)
+
+
+def budgets(seen: Survey, sizes: Iterable[int], demand: Demand) -> tuple[GpuMemory, ...]:
+    """Return the memory budget for each tensor-parallel size; none for a model that nothing here serves."""
+    positions = read_positions(seen.checkpoint.config)
+    if seen.geometry is None or positions is None or not is_served(seen.geometry, seen.release):
+        return ()
+    return tuple(gpu_memory(seen.geometry, positions, seen.units, tp, demand) for tp in sizes)
 
 
 def bytes_per_gpu(

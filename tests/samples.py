@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from dsv4convert import synth
 from dsv4convert.synth import Recipe, synthesize
+from tests.toy import Toy
 
 _RELEASE = "deepseek-v4-flash-0731"
 SAMPLES: dict[str, dict[str, Any]] = {
@@ -30,6 +33,26 @@ def make_sample(root: Path, kind: str) -> Path:
     """Write the sample `kind` below `root` and return its directory."""
     target = root / kind
     synthesize(target, Recipe(**{"scale": "tiny", "seed": zlib.crc32(kind.encode()), **SAMPLES[kind]}))
+    return target
+
+
+def make_served(target: Path) -> Path:
+    """Write a source that 4 and 8 GPUs can share, with as many layers and as wide rows as a real one.
+
+    Spans are 0 to 2 in synthetic values; here experts of every third layer get blocks far below their row.
+    """
+    sides = {"moe_intermediate_size": 1024, "num_attention_heads": 8, "o_groups": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in sides.items():
+            patch.setitem(synth._TINY, key, value)
+        synth.synthesize(target, Recipe(_RELEASE, "tiny", layers=24, experts=2))
+    for layer in range(0, 24, 3):
+        for projection in ("w1", "w2", "w3")[: 1 + layer % 4]:
+            name = f"layers.{layer}.ffn.experts.1.{projection}.scale"
+            size = len(Toy(target).row(name)[3])
+            # One block in 40, 4 to 17 below the others.
+            for at in range(layer, size, 40):
+                Toy(target).poke(name, at, bytes([117 - layer // 2 - at % 2]))
     return target
 
 

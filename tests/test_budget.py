@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsv4convert.checkpoint import open_checkpoint
-from dsv4convert.cli.memory import budgets, lines
+from dsv4convert.cli.memory import lines
 from dsv4convert.geometry import Draft, Geometry, official_geometry
 from dsv4convert.memory import (
     CARD_BYTES,
@@ -19,6 +19,7 @@ from dsv4convert.memory import (
     Demand,
     GpuMemory,
     Positions,
+    budgets,
     bytes_per_token,
     gpu_memory,
     pool_bytes,

@@ -153,6 +153,9 @@ FIELDS: dict[str, Any] = {
     "losses": {},
     "losses/layers.0/w1/max_relative_error": 0.9,
     "losses/layers.0/w1/worst_matrix": "none",
+    "memory": {},
+    "memory/4/weight_bytes": 1,
+    "memory/8/cuts": [],
     "rounded": [{"code": "value.inexact", "tensor": WQ_A, "found": "1"}],
     f"source/header_sha256/{SHARD}": "0" * 64,
     f"tensors/{NORM}/op": "dequantize-bf16",
@@ -206,8 +209,15 @@ def test_manifest_field_that_is_not_checked_is_free_and_said_so(cli: Cli, out: P
     assert any(line.startswith("manifest: `tool`, `run`") for line in seen.json()["not_checked"])
 
 
+def test_memory_of_another_version_is_not_judged(cli: Cli, out: Path) -> None:
+    manifest = read_json(out / MANIFEST)
+    manifest["tool"]["version"], manifest["memory"]["4"]["weight_bytes"] = "9.9", 1
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    assert cli("converted", out).exit_code == 0
+
+
 @pytest.mark.parametrize(
-    "section", ["tool", "source", "plan", "output", "experts", "losses", "rounded", "tensors"]
+    "section", ["tool", "source", "plan", "output", "experts", "losses", "rounded", "memory", "tensors"]
 )
 def test_manifest_section_that_is_gone_is_a_finding(cli: Cli, out: Path, section: str) -> None:
     manifest = read_json(out / MANIFEST)

@@ -1,4 +1,4 @@
-"""The report page: its numbers are those of manifest and plan, nothing gets into it as markup, it refuses."""
+"""The report page: its numbers are those of the manifest, nothing gets into it as markup, it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsv4convert.webreport import make_page
 from dsv4convert.webreport.cited import error, share
 from dsv4convert.webreport.figures import heat_class, short_number
 from tests.conftest import Ran
-from tests.samples import INDEX, MANIFEST, read_json
+from tests.samples import INDEX, MANIFEST, make_served, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}&amp;\u202e\x1b"
@@ -30,13 +30,17 @@ HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}&am
 
 @pytest.fixture(scope="module")
 def made(sample: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return ``made(layout)``: a conversion of the shortest sample, made once; not to be changed."""
+    """Return ``made(kind)``: a conversion, made once; not to be changed.
+
+    ``int8`` and ``mxfp4`` come from the shortest sample, ``served`` from one that GPUs can share.
+    """
     root = tmp_path_factory.mktemp("report")
 
-    def make(layout: str) -> Path:
-        if not (root / layout).exists():
-            api.convert(sample("short"), root / layout, experts=layout)
-        return root / layout
+    def make(kind: str) -> Path:
+        if not (root / kind).exists():
+            source = make_served(root / "source") if kind == "served" else sample("short")
+            api.convert(source, root / kind, experts="int8" if kind == "served" else kind)
+        return root / kind
 
     return make
 
@@ -114,29 +118,25 @@ WORK: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def expected_number(source: str, manifest: Any, plan: Any) -> Any:
+def expected_number(source: str, manifest: Any) -> Any:
     """Look a source up, by the rules that `docs/report.md` gives to readers."""
-    tree = plan if source.startswith("plan:") else manifest
-    work, slash, pointer = source.removeprefix("plan:").partition("/")
+    work, slash, pointer = source.partition("/")
     assert slash, source
     keys = [key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")]
-    return WORK[work.strip()](list(look_up(tree, keys)))
+    return WORK[work.strip()](list(look_up(manifest, keys)))
 
 
-@pytest.mark.parametrize("layout", ["int8", "mxfp4"])
-def test_every_number_is_in_the_manifest_or_the_plan(
-    made: Callable[[str], Path], sample: Callable[[str], Path], cli: Callable[..., Ran], layout: str
-) -> None:
+@pytest.mark.parametrize(("layout", "numbers"), [("int8", 150), ("mxfp4", 40), ("served", 450)])
+def test_every_number_is_in_the_manifest(made: Callable[[str], Path], layout: str, numbers: int) -> None:
     page = Parsed(make_page(made(layout)).html)
     manifest = read_json(made(layout) / MANIFEST)
-    plan = cli("plan", sample("short"), "--experts", layout, "--json").json()
     wrong = [
         (value, source)
         for value, source, text in page.cited
-        if json.loads(value) != expected_number(source, manifest, plan)
+        if json.loads(value) != expected_number(source, manifest)
     ]
     assert wrong == []
-    assert len(page.cited) > (150 if layout == "int8" else 40)
+    assert len(page.cited) > numbers
     assert page.uncited == []
     plain = [(value, text) for value, _, text in page.cited if re.fullmatch(r"[\d,]+", text)]
     assert [pair for pair in plain if f"{int(float(pair[0])):,}" != pair[1]] == []
@@ -147,7 +147,7 @@ def test_numbers_that_differ_are_noticed(made: Callable[[str], Path]) -> None:
     manifest["output"]["tensors"] += 1
     page = Parsed(make_page(made("int8")).html)
     value = next(value for value, source, _ in page.cited if source == "/output/tensors")
-    assert json.loads(value) != expected_number("/output/tensors", manifest, {})
+    assert json.loads(value) != expected_number("/output/tensors", manifest)
     assert Parsed("<td>12</td>").uncited == ["12"]
 
 
@@ -157,7 +157,45 @@ def test_spans_are_the_rows_that_are_not_zero(made: Callable[[str], Path]) -> No
     assert all(len(r["spans"]) == r["max_span"] + 1 and sum(r["spans"][4:]) == r["wide_rows"] for r in rows)
 
 
-@pytest.mark.parametrize("layout", ["int8", "mxfp4"])
+def test_budget_of_the_page_is_the_plans_and_adds_up(
+    made: Callable[[str], Path], cli: Callable[..., Ran]
+) -> None:
+    manifest = read_json(made("served") / MANIFEST)
+    plan = cli("plan", made("served").parent / "source", "--tp", 4, "--tp", 8, "--json").json()
+    page = Parsed(make_page(made("served")).html)
+    for size in ("4", "8"):
+        row = manifest["memory"][size]
+        budget, own = row["budget"], plan["gpu_memory"][size]
+        assert own.pop("fits") in (True, False) and budget == own
+        assert row["weight_bytes"] == plan["weight_bytes_per_gpu"][size] and row["cuts"] == []
+        pools = budget["pool_bytes"]
+        fixed = row["weight_bytes"] + budget["rope_table_bytes"]
+        assert row["weight_bytes"] == sum(budget["weight_bytes"].values()) + budget["draft_bytes"]
+        free = budget["card_bytes"] - budget["runtime_bytes"]
+        assert budget["left_bytes"] == free - fixed - sum(pools.values())
+        room = budget["mem_fraction_static"] * free - fixed - pools["c128_state"]
+        assert budget["max_total_num_tokens"] == int(room / budget["bytes_per_token"]) // 256 * 256 > 0
+        shown = {source for _, source, _ in page.cited}
+        parts = {f"{key}/{name}" for key, held in budget.items() if isinstance(held, dict) for name in held}
+        parts |= {key for key, held in budget.items() if not isinstance(held, dict)}
+        assert {f"/memory/{size}/budget/{part}" for part in parts} <= shown
+
+
+def test_model_without_a_budget_has_weights_and_a_reason(made: Callable[[str], Path]) -> None:
+    page = Parsed(make_page(made("int8")).html)
+    assert all(row["budget"] is None for row in read_json(made("int8") / MANIFEST)["memory"].values())
+    assert "cannot be split over 4 GPUs" in page.text and "no budget is known" in page.text
+    assert not any("/budget/" in source for _, source, _ in page.cited)
+
+
+def test_card_that_is_too_small_shows_what_is_missing(made: Callable[[str], Path], tmp_path: Path) -> None:
+    root = Path(shutil.copytree(made("served"), tmp_path / "model"))
+    edit(root, lambda m: m["memory"]["8"]["budget"].update(left_bytes=-3 << 30))
+    page = Parsed(make_page(root).html)
+    assert ("-3221225472", "/memory/8/budget/left_bytes", "-3.00 GiB") in page.cited
+
+
+@pytest.mark.parametrize("layout", ["int8", "mxfp4", "served"])
 def test_manifest_is_what_its_schema_says(made: Callable[[str], Path], layout: str) -> None:
     schema = read_json(ROOT / "docs" / "schemas" / "manifest.schema.json")
     jsonschema.validate(read_json(made(layout) / MANIFEST), schema)
@@ -342,8 +380,27 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "figures": lambda m: _figures(m).update(rows="1"),
     "no-spans": lambda m: _figures(m).pop("spans"),
     "spans": lambda m: _figures(m).update(spans=[1, None]),
+    "no-memory": lambda m: m.update(memory=[]),
+    "weights": lambda m: m["memory"]["4"].update(weight_bytes=None),
+    "cuts": lambda m: m["memory"]["4"].update(cuts=[1]),
+    "budget": lambda m: m["memory"]["4"].update(budget={"card_bytes": 1}),
+    "left": lambda m: m["memory"]["4"].update(budget=_budget(left_bytes=1.5)),
+    "pool": lambda m: m["memory"]["4"].update(budget=_budget(pool_bytes={"window": 1})),
     "header": lambda m: m["source"].update(header_sha256={"x": 1}),
 }
+
+
+def _budget(**changed: Any) -> dict[str, Any]:
+    names = ("card", "runtime", "draft", "rope_table", "left")
+    pools = ("window", "draft_window", "c4", "c128", "index", "c4_state", "c128_state", "page_lists")
+    numbers = ("mem_fraction_static", "bytes_per_token", "concurrency", "context", "max_total_num_tokens")
+    whole = {f"{name}_bytes": 1 for name in names} | dict.fromkeys(numbers, 1)
+    return whole | {"weight_bytes": {"norm": 1}, "pool_bytes": dict.fromkeys(pools, 1)} | changed
+
+
+def test_budget_that_is_whole_is_shown(copy: Path, cli: Callable[..., Ran]) -> None:
+    edit(copy, lambda m: m["memory"]["4"].update(budget=_budget()))
+    assert 'data-source="/memory/4/budget/left_bytes"' in make_page(copy).html
 
 
 def _figures(tree: dict[str, Any]) -> dict[str, Any]:

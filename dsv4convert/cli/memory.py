@@ -14,11 +14,7 @@ from dsv4convert.memory import (
     RUNTIME_BYTES,
     Demand,
     GpuMemory,
-    gpu_memory,
-    is_served,
-    read_positions,
 )
-from dsv4convert.survey import Survey
 
 _OPTIONS = (
     click.option(
@@ -73,14 +69,6 @@ def memory_options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         wrapped = option(wrapped)
     return wrapped
-
-
-def budgets(seen: Survey, sizes: Iterable[int], demand: Demand) -> tuple[GpuMemory, ...]:
-    """Return the memory budget for each tensor-parallel size; none for a model that nothing here serves."""
-    positions = read_positions(seen.checkpoint.config)
-    if seen.geometry is None or positions is None or not is_served(seen.geometry, seen.release):
-        return ()
-    return tuple(gpu_memory(seen.geometry, positions, seen.units, tp, demand) for tp in sizes)
 
 
 def lines(memory: GpuMemory, draft: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from dsv4convert.cli.progress import duration, gib, gigabytes
 from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.handoff import split_findings
 from dsv4convert.header import TensorInfo
-from dsv4convert.memory import Demand, GpuMemory, bytes_per_gpu, is_served, read_positions
+from dsv4convert.memory import Demand, GpuMemory, budgets, bytes_per_gpu, is_served, read_positions
 from dsv4convert.plan import Plan
 from dsv4convert.survey import Survey
 from dsv4convert.validate.structure import facts, role_table
@@ -115,7 +115,7 @@ class Budget:
         return cls(
             per_gpu={n: bytes_per_gpu(*model, n) for n in sizes},
             unsplittable=cut,
-            memory=memory.budgets(seen, [n for n in tp if n not in cut], demand),
+            memory=budgets(seen, [n for n in tp if n not in cut], demand),
             draft="DSpark" if geometry and geometry.draft.is_dspark else "NextN",
             free=shutil.disk_usage(_existing(dst)).free if dst else None,
             write_speed=speed,

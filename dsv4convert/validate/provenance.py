@@ -12,12 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from dsv4convert import __version__
 from dsv4convert.checkpoint import CONFIG, Checkpoint
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING
 from dsv4convert.handoff import SECTION
 from dsv4convert.journal import MANIFEST
-from dsv4convert.manifest import SCHEMA, command_line, expert_totals, losses, repack_figures
+from dsv4convert.manifest import (
+    SCHEMA,
+    command_line,
+    expert_totals,
+    losses,
+    memory_per_gpu,
+    repack_figures,
+)
 from dsv4convert.names import Layout
 from dsv4convert.plan import Op, source_digest
 from dsv4convert.survey import Survey
@@ -66,8 +74,8 @@ def _manifest_shape(manifest: Any) -> Finding | None:
     notes = manifest.get("rounded")
     if not isinstance(notes, list) or not all(isinstance(f, dict) for f in notes):
         return finding("manifest.not-json", MANIFEST, "section `rounded` is incomplete")
-    if not {"experts", "losses"} <= manifest.keys():
-        return finding("manifest.not-json", MANIFEST, "section `experts` or `losses` is missing")
+    if absent := sorted({"experts", "losses", "memory"} - manifest.keys()):
+        return finding("manifest.not-json", MANIFEST, f"section `{absent[0]}` is missing")
     rows, shards = manifest.get("tensors"), manifest["output"]["shards"]
     if not isinstance(rows, dict) or not _all_hold(rows, {"xxh3_128": str}):
         return finding("manifest.not-json", MANIFEST, "section `tensors` is incomplete")
@@ -151,6 +159,9 @@ def _field_findings(seen: Survey, manifest: Mapping[str, Any], config_kept: bool
         section = seen.checkpoint.config.get(SECTION)
         wanted |= {"source.release": seen.release.key if seen.release else None, "source.title": seen.title}
         wanted["source.revision"] = section.get("source_revision") if isinstance(section, dict) else None
+        # Another version may reckon with other numbers of the runtime.
+        if seen.layout and manifest["tool"]["version"] == __version__:
+            wanted["memory"] = memory_per_gpu(seen, seen.layout)
     for key, value in wanted.items():
         part, _, name = key.partition(".")
         recorded = manifest[part][name] if name else manifest[part]

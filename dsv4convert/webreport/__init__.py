@@ -15,7 +15,6 @@ from typing import NamedTuple
 from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.journal import MANIFEST
-from dsv4convert.survey import survey
 from dsv4convert.validate.provenance import read_manifest
 from dsv4convert.validate.report import Report
 from dsv4convert.validate.structure import check_converted
@@ -59,7 +58,7 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = ()) -> Page:
         raise Refused(finding("report.no-manifest", MANIFEST, problem))
     facts = read_facts(Manifest(tree))
     checks = [report, *(read_saved(file, report) for file in saved)]
-    return Page(render_page(checkpoint.root.name, facts, survey(checkpoint), checks), report)
+    return Page(render_page(checkpoint.root.name, facts, checks), report)
 
 
 def _require_libraries() -> None:

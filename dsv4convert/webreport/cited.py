@@ -8,7 +8,7 @@ The page carries the places, so that a reader, or a test, can look every number 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dsv4convert.errors import Finding, Refused, finding
@@ -74,14 +74,28 @@ class Manifest:
         Raises:
             Refused: there is none, or it is not of this kind.
         """
+        return checked(self._value(keys), kind, pointer(*keys))
+
+    def _value(self, keys: Sequence[str]) -> Any:
         value: Any = self._tree
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
-        return checked(value, kind, pointer(*keys))
+        return value
 
     def count(self, *keys: str) -> Cited:
         """Return a cited count."""
         return count(self.get(int, *keys), pointer(*keys))
+
+    def signed(self, *keys: str) -> int:
+        """Return a whole number that may be negative.
+
+        Raises:
+            Refused: there is none, or it is something else.
+        """
+        value = self._value(keys)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        raise Refused(_incomplete(pointer(*keys)))
 
     def error(self, *keys: str) -> Cited:
         """Return a cited relative error."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsv4convert.names import Layout
 from dsv4convert.plan import shard_metadata
+from dsv4convert.webreport.budget import Memory, read_memory
 from dsv4convert.webreport.cited import Cited, Manifest, checked, count, error, pointer, share
 
 PROJECTIONS = ("w1", "w2", "w3")
@@ -136,6 +137,7 @@ class Facts:
     experts: Experts | None
     rounded: tuple[Mapping[str, str], ...]
     rounded_count: Cited
+    memory: Memory
     provenance: tuple[tuple[str, str | Cited], ...]
 
 
@@ -162,6 +164,7 @@ def read_facts(manifest: Manifest) -> Facts:
         experts=_experts(manifest) if manifest.get((dict, type(None)), "experts") else None,
         rounded=tuple(_rounding(row, i) for i, row in enumerate(rounded[:ROUNDED])),
         rounded_count=count(len(rounded), "count /rounded/*"),
+        memory=read_memory(manifest),
         provenance=tuple(_provenance(manifest)),
     )
 

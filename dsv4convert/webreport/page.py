@@ -13,26 +13,10 @@ from markupsafe import Markup, escape
 from dsv4convert import __version__
 from dsv4convert.errors import errors_of
 from dsv4convert.files import printable
-from dsv4convert.handoff import split_findings
-from dsv4convert.memory import bytes_per_gpu
-from dsv4convert.names import Layout
-from dsv4convert.survey import Survey
 from dsv4convert.validate.report import Report
-from dsv4convert.webreport.cited import Cited
+from dsv4convert.webreport.budget import CARDS
 from dsv4convert.webreport.facts import PROJECTIONS, Facts
 from dsv4convert.webreport.figures import heat_map, histogram
-
-_SIZES = (4, 8)
-_CARDS = (40, 80)  # GiB of the two kinds of A100 and A800
-
-
-class Gpu(NamedTuple):
-    """Weights of each of `size` GPUs; `fill` is their share of a card in percent, by its GiB."""
-
-    size: int
-    weights: Cited
-    fill: dict[int, float]
-    cut: str
 
 
 class Check(NamedTuple):
@@ -43,13 +27,12 @@ class Check(NamedTuple):
     state: str
 
 
-def render_page(name: str, facts: Facts, seen: Survey, reports: Sequence[Report]) -> str:
+def render_page(name: str, facts: Facts, reports: Sequence[Report]) -> str:
     """Return the page.
 
     Args:
         name: Name of the checkpoint's directory.
         facts: What the manifest says.
-        seen: The checkpoint itself, for the split over GPUs.
         reports: The structural check that was just made, then saved ones.
     """
     checks = [_check(report) for report in reports]
@@ -66,8 +49,8 @@ def render_page(name: str, facts: Facts, seen: Survey, reports: Sequence[Report]
         experts=facts.experts,
         projections=PROJECTIONS,
         pictures=_pictures(facts),
-        gpus=_gpus(seen, facts.layout),
-        cards=_CARDS,
+        memory=facts.memory,
+        cards=CARDS,
         checks=checks,
         overall=_overall(checks),
         manifest_sha256=reports[0].facts["manifest_sha256"],
@@ -102,20 +85,6 @@ def _pictures(facts: Facts) -> dict[str, Markup]:
         "heat": Markup(heat_map(facts.experts.layers)),
         "spans": Markup(histogram(facts.experts.spans)),
     }
-
-
-def _gpus(seen: Survey, layout_name: str) -> list[Gpu]:
-    if seen.geometry is None or layout_name not in (Layout.INT8.value, Layout.MXFP4.value):
-        return []
-    layout = Layout(layout_name)
-    gpus = []
-    for size in _SIZES:
-        weights = bytes_per_gpu(seen.units, seen.geometry, seen.release, layout, size)
-        cited = Cited(weights, f"{weights / 2**30:,.2f} GiB", f"plan:/weight_bytes_per_gpu/{size}")
-        cuts = [f"{f.where}: {f.problem}" for f in split_findings(seen.geometry, layout, size)]
-        fill = {card: round(100 * weights / (card << 30), 2) for card in _CARDS}
-        gpus.append(Gpu(size, cited, fill, "; ".join(cuts)))
-    return gpus
 
 
 def _check(report: Report) -> Check:
