@@ -20,3 +20,12 @@ BF16_ROUNDING = 2**-9
 W4A8_ERROR = 0.025
 #: Two digits: what is left are BF16 activations between the products and the BF16 result.
 W4A16_ERROR = 0.006
+
+# ---- the reference model, `tests/reference`
+
+#: Logits of two float32 implementations: they differ in the order of sums. Measured 1e-6 to 2e-6.
+FLOAT32_MODELS = 1e-5
+#: The same, largest difference over the standard deviation of the logits. Measured 1e-5.
+FLOAT32_MODELS_MAX = 5e-5
+#: Largest relative error of a route weight in float32: a dot product of 4096, a root and a division.
+ROUTE_WEIGHT = 1e-6
