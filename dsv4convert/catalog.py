@@ -147,6 +147,16 @@ CATALOG: Mapping[str, Kind] = {
     "report.other": Kind("error", "A saved check is about another checkpoint.", "run `dsv4convert converted DST ... --json > check.json` on this checkpoint"),
     # What a script expects.
     "expect.mismatch": Kind("error", "A number of the checkpoint is not the one that `--expect` names.", "look at what changed; if the new number is right, change the `--expect` of your script"),
+    # The SM80 shim, inside a server process.
+    "shim.setting": Kind("error", "An environment variable of the shim has an unknown value.", "set it to one of the values named, or unset it"),
+    "shim.file": Kind("error", "A file of SGLang that the shim builds on is not the one it was written against.", "install SGLang 0.5.16, or unset `ENABLE_DSV4_SM80` for stock SGLang; a difference that you have read can be accepted with `DSV4_SM80_ALLOW_HASH=<SHA-256 found>`"),
+    "shim.target": Kind("error", "What a patch replaces is not there, or takes other parameters.", "install SGLang 0.5.16; for another version its row in `dsv4convert/runtime/contract.py` has to be ported"),
+    "shim.late": Kind("error", "A module of SGLang was imported before the shim could patch it.", "put the shim's `activate` directory on PYTHONPATH of the process that starts"),
+    "shim.option": Kind("error", "SGLang runs with an option that the kernels for SM80 do not support.", "change this option of SGLang to what is expected"),
+    "shim.layout": Kind("error", "The expert layout of the checkpoint cannot be served by this backend or version.", "unset `DSV4_SM80_MOE`, or convert again: `dsv4convert convert SRC DST`, with `--experts mxfp4` for another backend"),
+    "shim.fp8": Kind("error", "A model has an FP8 parameter, which SM80 cannot compute with.", "serve a checkpoint made by `dsv4convert convert`, with the skip list of `config.json` that it wrote"),
+    "shim.experts": Kind("error", "Routed experts run in another class of SGLang than the backend's.", "pass `--quantization fp8 --moe-runner-backend marlin` (`humming` for Humming)"),
+    "shim.unfilled": Kind("error", "A parameter was not filled from the checkpoint.", "check the checkpoint: `dsv4convert converted DST`"),
     # The machine.
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
     "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),

@@ -1,0 +1,54 @@
+"""The environment variables of the shim, and the older names they replace.
+
+| variable | older name | values |
+|---|---|---|
+| ENABLE_DSV4_SM80 | ENABLE_SGLANG_DSV4_A100_PATCH | 1: patch SGLang; anything else: leave it alone |
+| DSV4_SM80_MOE | SGLANG_DSV4_MXFP4_MOE_BACKEND | ours (older: mxfp4_int8), marlin, humming |
+| DSV4_SM80_ALLOW_HASH | | SHA-256 values, comma-separated: changed files of SGLang to accept |
+| | SGLANG_DSV4_A100_INT8_INDEXER | 1; the indexer is always INT8 on SM80 |
+
+The new name wins when both are set. The switch itself is read by `hook`, before anything is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from dsv4convert.runtime.refusal import refusal
+
+SWITCH: Final = "ENABLE_DSV4_SM80"
+MOE: Final = "DSV4_SM80_MOE"
+ALLOW_HASH: Final = "DSV4_SM80_ALLOW_HASH"
+
+OLD_MOE: Final = "SGLANG_DSV4_MXFP4_MOE_BACKEND"
+OLD_INDEXER: Final = "SGLANG_DSV4_A100_INT8_INDEXER"
+
+#: Our kernels; SGLang's Marlin without its refusal of SM80; Humming, which supports SM75 and newer.
+MOE_BACKENDS: Final = ("ours", "marlin", "humming")
+_OLD_VALUES: Final = {"mxfp4_int8": "ours"}
+
+
+def moe_backend() -> str:
+    """Return the backend of the routed experts, one of `MOE_BACKENDS`.
+
+    Raises:
+        Refused: a variable asks for something that does not exist.
+    """
+    indexer = os.environ.get(OLD_INDEXER, "").strip() or "1"
+    if indexer != "1":
+        problem = "asks for an indexer that SM80 does not have: it has no FP8, so index keys are INT8"
+        raise refusal("shim.setting", OLD_INDEXER, problem, expected="1 or unset", found=indexer)
+    name = MOE if MOE in os.environ else OLD_MOE
+    value = os.environ.get(name, "").strip() or MOE_BACKENDS[0]
+    backend = _OLD_VALUES.get(value, value)
+    if backend not in MOE_BACKENDS:
+        problem = "names no backend for the routed experts"
+        raise refusal("shim.setting", name, problem, expected=" or ".join(MOE_BACKENDS), found=value)
+    return backend
+
+
+def allowed_hashes() -> frozenset[str]:
+    """Return the SHA-256 values, in hexadecimal, of changed files that the user accepts."""
+    values = os.environ.get(ALLOW_HASH, "").replace(",", " ").split()
+    return frozenset(value.lower() for value in values)
