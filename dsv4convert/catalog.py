@@ -155,7 +155,7 @@ CATALOG: Mapping[str, Kind] = {
     "shim.option": Kind("error", "SGLang runs with an option that the kernels for SM80 do not support.", "change this option of SGLang to what is expected"),
     "shim.layout": Kind("error", "The expert layout of the checkpoint cannot be served by this backend or version.", "unset `DSV4_SM80_MOE`, or convert again: `dsv4convert convert SRC DST`, with `--experts mxfp4` for another backend"),
     "shim.fp8": Kind("error", "A model has an FP8 parameter, which SM80 cannot compute with.", "serve a checkpoint made by `dsv4convert convert`, with the skip list of `config.json` that it wrote"),
-    "shim.experts": Kind("error", "Routed experts run in another class of SGLang than the backend's.", "pass `--quantization fp8 --moe-runner-backend marlin` (`humming` for Humming)"),
+    "shim.experts": Kind("error", "Routed experts run in another class of SGLang than the backend's.", "start SGLang with quantization `fp8` and MoE runner backend `marlin` (`humming` for Humming)"),
     "shim.unfilled": Kind("error", "A parameter was not filled from the checkpoint.", "check the checkpoint: `dsv4convert converted DST`"),
     # The machine.
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
