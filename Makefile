@@ -1,5 +1,5 @@
 # One command per need. Works in a fresh clone with python3 (3.10 or newer, with venv) and make.
-#   make demo      a tiny synthetic checkpoint, validated, planned, converted, verified and reported on
+#   make demo      a tiny synthetic checkpoint, validated, planned, converted, verified, run and reported on
 #   make test      format, lint, types, then every test
 #   make quality   format, lint, types, layers: the fast part of `make test`
 #   make style     rewrite the code to the house format
@@ -41,8 +41,10 @@ $(VENV)/.package: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.tools: $(VENV)/.package
 	@echo "installing the test tools into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[dev,oracle,report]'
+	@$(PIP_INSTALL) --editable '.[dev,oracle,probe,report]'
 	@touch $@
+
+comma := ,
 
 # $(call step,ARGUMENTS): show a command, run it, show what it says.
 define step
@@ -60,6 +62,7 @@ demo: $(VENV)/.package
 	$(call step,converted $(DEMO)/int8 --reference $(DEMO)/official --read-data)
 	$(call step,convert $(DEMO)/official $(DEMO)/mxfp4 --experts mxfp4)
 	$(call step,converted $(DEMO)/mxfp4 --reference $(DEMO)/official --read-data)
+	$(call step,probe $(DEMO)/int8 --ids 11$(comma)42$(comma)7$(comma)300 --tokens 4 --reference $(DEMO)/official --golden $(DEMO)/int8-golden.json)
 	$(call step,report $(DEMO)/int8 -o $(DEMO)/int8-report.html)
 	@printf '\nThe source, both results and the report lie in $(DEMO)/: official, int8, mxfp4, int8-report.html.\n'
 

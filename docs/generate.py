@@ -46,6 +46,8 @@ _FAMILIES = {
     "reference": "Comparison with the source",
     "content": "Stored bytes",
     "report": "The report page",
+    "probe": "Running the model",
+    "golden": "Golden files",
     "expect": "Expectations of a script",
     "online": "Questions to the Hub",
     "io": "Reading and writing",

@@ -6,6 +6,7 @@
     plan = api.plan("DeepSeek-V4-Flash-0731", "int8")    # totals, before a byte is written
     api.convert("DeepSeek-V4-Flash-0731", "out", experts="int8", jobs=4)
     api.verify("out", reference="DeepSeek-V4-Flash-0731", read_data=100)
+    api.probe("out", ids=[11, 42, 7], reference="DeepSeek-V4-Flash-0731", tokens=2)
 
 Names here are stable; other modules are not. Functions raise `Refused` or `EnvironmentFault`, both with
 ``findings``; they never print and never exit.
@@ -23,6 +24,7 @@ from dsv4convert.limits import Limits
 from dsv4convert.names import Layout
 from dsv4convert.plan import Plan
 from dsv4convert.plan import plan as _plan
+from dsv4convert.probe import Probed, probe
 from dsv4convert.validate import verify
 from dsv4convert.validate.report import Report
 
@@ -34,6 +36,7 @@ __all__ = [
     "Layout",
     "Limits",
     "Plan",
+    "Probed",
     "Refused",
     "Report",
     "Result",
@@ -41,6 +44,7 @@ __all__ = [
     "finalize",
     "open",
     "plan",
+    "probe",
     "verify",
 ]
 

@@ -145,6 +145,18 @@ CATALOG: Mapping[str, Kind] = {
     "report.no-manifest": Kind("error", "There is no `dsv4convert.json`, so nothing tells what the conversion did.", "convert with this tool; `dsv4convert converted` checks checkpoints of other origin"),
     "report.not-json": Kind("error", "A file passed as a saved check is not the output of `converted --json`.", "save one with `dsv4convert converted DST ... --json > check.json`"),
     "report.other": Kind("error", "A saved check is about another checkpoint.", "run `dsv4convert converted DST ... --json > check.json` on this checkpoint"),
+    # Running the model.
+    "probe.unsupported": Kind("error", "The reference model does not run this release.", "the V4 family runs: V4-Flash, -0731, -DSpark, -Vision-Exp (text), V4-Pro and derivatives; `dsv4convert converted --reference` checks every release"),
+    "probe.no-tokenizer": Kind("error", "There is no `tokenizer.json`, so no text can be encoded.", "pass token ids with `--ids`, or copy the file from the source"),
+    "probe.tokenizer": Kind("error", "`tokenizer.json` cannot be read as a tokenizer.", "restore the file from the source, or pass token ids with `--ids`"),
+    "probe.chat": Kind("error", "The tokenizer lacks a marker of the chat form.", "leave `--chat` out, or pass the ids of the encoded conversation with `--ids`"),
+    "probe.prompt": Kind("error", "The prompt holds no token, or more than the model takes.", "pass another `--prompt` or other `--ids`"),
+    "probe.token-id": Kind("error", "A token id of the prompt lies outside the vocabulary.", "pass ids below `vocab_size` of `config.json`"),
+    "probe.non-finite": Kind("error", "An activation is infinity or NaN.", "`dsv4convert converted DST --reference SRC --read-data` finds the weight; a clean download and a new conversion mend it"),
+    "probe.differs": Kind("error", "A sublayer's output is not bit-equal to the reference's, though no weight was repacked.", "`dsv4convert converted DST --reference SRC --read-data` names the tensor; convert again"),
+    "probe.error-limit": Kind("error", "A sublayer's output is further from the reference than repacked experts explain.", "`dsv4convert converted DST --reference SRC --read-data` names the tensor; convert again"),
+    "golden.not-json": Kind("error", "The file is not a golden file of a known version.", "make one with `dsv4convert probe DST --prompt TEXT --golden FILE`"),
+    "golden.other": Kind("error", "The golden file is about another checkpoint.", "run `dsv4convert probe` on this checkpoint"),
     # What a script expects.
     "expect.mismatch": Kind("error", "A number of the checkpoint is not the one that `--expect` names.", "look at what changed; if the new number is right, change the `--expect` of your script"),
     # The SM80 shim, inside a server process.

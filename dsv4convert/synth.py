@@ -42,6 +42,16 @@ Bytes = NDArray[np.uint8]
 _STRIP = 8 << 20
 _POOL = 1 << 20
 
+#: Special tokens of the official tokenizer: begin and end of text, then those of a chat.
+_MARKERS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+)
+
 #: Small numbers with which every branch of the table is still taken. FP8 sides are whole blocks.
 _TINY = {
     "hidden_size": 256,
@@ -229,13 +239,7 @@ def _entries(units: list[Unit]) -> tuple[list[tuple[str, str, Shape]], dict[str,
 def _write_small_files(target: Path, config: dict[str, Any], weight_map: dict[str, str], size: int) -> None:
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     vocab = config.get("text_config", config)["vocab_size"]
-    # Ids beyond the printable ones are placeholders, as in the official file.
-    words = {f"<|id_{i}|>" if i > 255 else f"<0x{i:02X}>": i for i in range(min(vocab, 4096))}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<0x00>"},
-    }
+    tokenizer = _tokenizer(min(vocab, 4096))
     files: dict[str, Any] = {
         "config.json": config,
         "model.safetensors.index.json": index,
@@ -252,6 +256,37 @@ def _write_small_files(target: Path, config: dict[str, Any], weight_map: dict[st
         path.parent.mkdir(exist_ok=True)
         text = content if isinstance(content, str) else json.dumps(content, indent=2)
         path.write_text(text, encoding="utf-8")
+
+
+def _tokenizer(vocab: int) -> dict[str, Any]:
+    """Return a `tokenizer.json` that encodes any text byte by byte and knows the markers of a chat.
+
+    A vocabulary without room for all bytes encodes its first bytes only; all others become id 0.
+    """
+    tokens = [*_MARKERS, *map(_byte_token, range(256))][:vocab]
+    tokens += [f"<|id_{i}|>" for i in range(len(tokens), vocab)]
+    plain = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False, "type": "ByteLevel"}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": m, **flags} for i, m in enumerate(_MARKERS[:vocab])],
+        "pre_tokenizer": plain,
+        "decoder": plain,
+        "model": {
+            "type": "BPE",
+            "unk_token": tokens[0],
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [],
+        },
+    }
+
+
+def _byte_token(byte: int) -> str:
+    """Return the character that byte-level tokenizers use for a byte."""
+    if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
+        return chr(byte)
+    hidden = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or b >= 174)]
+    return chr(256 + hidden.index(byte))
 
 
 def _values(name: str, shape: Shape, unit: Unit, recipe: Recipe, g: Geometry) -> Iterator[Bytes]:

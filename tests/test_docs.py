@@ -88,7 +88,7 @@ def test_errors_page_has_every_code_once(code: str) -> None:
 def test_named_codes_exist(page: Path) -> None:
     families = "|".join(sorted({code.partition(".")[0] for code in CATALOG}))
     named = re.findall(rf"[`\[]((?:{families})\.[a-z0-9]+(?:-[a-z0-9]+)*)[`\]]", _text(page))
-    known = [*CATALOG, "config.json", "manifest.md", "report.md"]
+    known = [*CATALOG, "config.json", "golden.json", "manifest.md", "probe.md", "report.md"]
     assert [code for code in named if code not in known] == []
 
 
@@ -253,7 +253,7 @@ def test_session_of_the_readme_is_what_the_commands_print(
         b for kind, b in _FENCE.findall(_text(READMES[0])) if kind == "text" and b.startswith("$ ")
     )
     commands = re.findall(r"^\$ dsv4convert (.+)\n((?:(?!\$ ).*\n)*)", session, re.M)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command, shown in commands:
         printed = iter(cli(*command.split()).out.splitlines())
         # `[...]` stands for lines left out; all others must come in this order.

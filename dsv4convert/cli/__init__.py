@@ -7,8 +7,10 @@ documents them in its help.
 from __future__ import annotations
 
 from dsv4convert.cli.commands import main
+from dsv4convert.cli.probe import probe
 from dsv4convert.cli.report import report
 
+main.add_command(probe)
 main.add_command(report)
 
 __all__ = ["main"]

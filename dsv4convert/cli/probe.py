@@ -1,0 +1,238 @@
+"""The command `probe`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsv4convert.cli.progress import duration, gigabytes
+from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options
+from dsv4convert.errors import Exit, encodable
+from dsv4convert.files import printable
+
+if TYPE_CHECKING:
+    from dsv4convert.probe import Probed, Tick
+
+_EVERY_SECONDS = 10.0
+_IDS_SHOWN = 12
+
+
+def _parse_ids(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise click.BadParameter(f"expected token ids separated by commas, got {value!r}")
+    # More digits than any id has: refused as an id outside the vocabulary.
+    return tuple(int(part[:19]) for part in parts)
+
+
+@click.command(epilog=EXIT_HELP)
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option("--prompt", metavar="TEXT", help="Text, encoded by the checkpoint's `tokenizer.json`.")
+@click.option("--ids", callback=_parse_ids, metavar="1,2,3", help="Token ids instead of text.")
+@click.option("--chat", is_flag=True, help="Wrap TEXT as one user turn, answered without thinking.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, 4096),
+    default=8,
+    show_default=True,
+    help="Tokens to generate, the most probable one each time.",
+)
+@click.option(
+    "--top", type=click.IntRange(1, 1000), default=5, show_default=True, help="Probable tokens to note."
+)
+@click.option(
+    "--numerics",
+    type=click.Choice(["exact", "bf16", "sm80", "official"]),
+    default="exact",
+    show_default=True,
+    help="What is rounded: nothing below FP32, or as BF16, as the SM80 runtime, as DeepSeek's own code does.",
+)
+@click.option(
+    "--reference",
+    type=click.Path(path_type=Path),
+    metavar="SRC",
+    help="Run SRC, the same model in any layout, beside it and compare every layer.",
+)
+@click.option(
+    "--golden",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where prompt, tokens and margins go. [default: DST's name with `-golden.json`, in this directory]",
+)
+@command_options
+def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, **question: Any) -> None:
+    """Run the checkpoint in DST on this CPU and say which tokens follow a prompt.
+
+    DST may have any layout. Layers are read one at a time, so memory stays small. Text needs
+    `pip install 'dsv4convert[probe]'`.
+    """
+    if (question["prompt"] is None) == (question["ids"] is None):
+        raise click.UsageError("pass either --prompt or --ids")
+    if question["chat"] and question["prompt"] is None:
+        raise click.UsageError("--chat goes with --prompt")
+    target = (golden or Path(f"{dst.resolve().name}-golden.json")).absolute()
+    for checkpoint in filter(None, (dst, reference)):
+        if target.resolve().is_relative_to(checkpoint.resolve()):
+            raise click.UsageError(
+                f"{target.name} would lie in {checkpoint}: name another place with --golden"
+            )
+    from dsv4convert.probe import probe as run_probe
+
+    with _Layers(shell.quiet) as layers:
+        probed = run_probe(dst, reference=reference, progress=layers, **question)
+    written = _write_golden(probed, target)
+    if shell.json:
+        place = encodable(os.fspath(target)) if written else None
+        shell.data(json.dumps(probed.as_dict() | {"golden_file": place}, indent=1))
+    else:
+        shell.findings(probed.findings)
+        for line in _lines(probed, shell.verbose):
+            shell.data(line)
+        shell.data(_verdict(probed, golden or Path(target.name)))
+    if not probed.ok():
+        raise SystemExit(Exit.FINDINGS)
+
+
+def _write_golden(probed: Probed, target: Path) -> bool:
+    """Write the golden file, unless the checkpoint is not what it should be."""
+    from dsv4convert.probe.golden import encode_golden
+    from dsv4convert.writer import write_bytes
+
+    if probed.ok():
+        write_bytes(target, target.parent, encode_golden(probed.golden))
+    return probed.ok()
+
+
+def _verdict(probed: Probed, shown: Path) -> str:
+    if not probed.ok():
+        return f"FAILED: {len(probed.findings):,} findings; no golden file was written"
+    agreement = probed.golden["agreement"]
+    if agreement is None:
+        return f"{shown}: {len(probed.golden['steps'])} tokens; compared with nothing"
+    owed = {
+        "equal": "bit-equal to",
+        "repacked": "equal up to the repack of its experts to",
+        "rounded": "as close as its arithmetic allows to"
+        if agreement["limit"]
+        else "compared, not judged, with",
+    }
+    return f"{shown}: {owed[agreement['expectation']]} {printable(agreement['reference']['name'])}"
+
+
+def _lines(probed: Probed, verbose: bool) -> Iterator[str]:
+    golden = probed.golden
+    checkpoint, prompt = golden["checkpoint"], golden["prompt"]
+    layout = f"layout {checkpoint['layout']}, numerics {golden['numerics']}"
+    yield f"{printable(checkpoint['name'])}: {checkpoint['title']}, {layout}"
+    shown = ", ".join(map(str, prompt["ids"][:_IDS_SHOWN]))
+    more = ", …" if len(prompt["ids"]) > _IDS_SHOWN else ""
+    yield f"  prompt     {len(prompt['ids']):,} tokens: {shown}{more}"
+    yield f"  {'token':>8}  {'probability':>11}  {'margin':>8}  text"
+    for step in golden["steps"]:
+        best = step["top"][0]
+        yield f"  {step['token']:>8}  {_share(best['logprob']):>11}  {step['margin']:>8.3g}  {_text(best)}"
+        if verbose:
+            others = (
+                f"{row['token']} {_share(row['logprob'])} {_text(row)}".rstrip() for row in step["top"][1:]
+            )
+            yield f"  {'':>8}  then {', '.join(others)}"
+    if golden["text"] is not None:
+        yield f"  answer     {_quoted(golden['text'])}"
+    if golden["agreement"]:
+        yield from _agreement_lines(golden["agreement"])
+    yield from _cost_lines(probed, verbose)
+
+
+def _share(logprob: float) -> str:
+    return f"{math.exp(logprob):.4f}"
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return "" if row["text"] is None else _quoted(row["text"])
+
+
+def _quoted(text: str) -> str:
+    # JSON leaves marks that change the direction of writing as they are.
+    return printable(json.dumps(text, ensure_ascii=False), 4096)
+
+
+def _agreement_lines(agreement: Mapping[str, Any]) -> Iterator[str]:
+    reference = agreement["reference"]
+    yield f"  reference  {printable(reference['name'])}, layout {reference['layout']}, numerics exact"
+    heads = f"{'attention':>11}{'experts':>11}{'streams':>11}{'same experts':>14}{'same entries':>14}"
+    yield f"  {'layer':<11}{heads}"
+    for row in agreement["layers"]:
+        errors = "".join(f"{_error(row[key]):>11}" for key in ("attention", "experts", "streams"))
+        picked = "-" if row["picked"] is None else f"{row['picked']:.2%}"
+        yield f"  {row['layer']:<11}{errors}{row['chosen']:>14.2%}{picked:>14}"
+    yield f"  {'logits':<11}{'':>22}{_error(agreement['logits']):>11}"
+    count = len(agreement["tokens"])
+    yield f"  tokens     {agreement['equal_tokens']} of {count} equal to the reference's"
+    if agreement["limit"]:
+        yield f"  limit      {agreement['limit']:g}, with the reference's decisions"
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}" if value else "equal"
+
+
+def _cost_lines(probed: Probed, verbose: bool) -> Iterator[str]:
+    seconds = probed.layer_seconds
+    each = f"{sum(seconds) / len(seconds):.2f} s each"
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    text = f"{len(seconds)} layers over the prompt, {each}, the slowest {seconds[slowest]:.2f} s"
+    if probed.token_seconds:
+        text += f"; {sum(probed.token_seconds) / len(probed.token_seconds):.2f} s for each further token"
+    yield f"  time       {text}"
+    if verbose:
+        yield from (f"             layers.{i:<5}{s:>8.2f} s" for i, s in enumerate(seconds))
+    if probed.peak_bytes:
+        yield f"  memory     {gigabytes(probed.peak_bytes)} at most"
+
+
+class _Layers:
+    """Shows layers as they are done: a bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bar: Any = None
+        self._start = time.monotonic()
+        self._next = self._start + _EVERY_SECONDS
+
+    def __enter__(self) -> _Layers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, tick: Tick) -> None:
+        if self._quiet:
+            return
+        if sys.stderr.isatty():
+            self._show_bar(tick)
+            return
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _EVERY_SECONDS
+            left = duration((now - self._start) / tick.done * (tick.total - tick.done))
+            done = f"{tick.layer}: {tick.seconds:.1f} s, {tick.done:,} of {tick.total:,} layers"
+            print(f"probing: {done}, {left} left at most", file=sys.stderr, flush=True)
+
+    def _show_bar(self, tick: Tick) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=tick.total, desc="probing", unit="layer", delay=1, dynamic_ncols=True)
+        self._bar.set_postfix_str(f"{tick.layer} {tick.seconds:.1f} s", refresh=False)
+        self._bar.update(tick.done - self._bar.n)
