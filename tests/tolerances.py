@@ -13,6 +13,11 @@ FLOAT64_SUMS = 1e-13
 FLOAT32_SUMS = 1e-5
 #: One rounding to bfloat16: 2^-9 at most, 2^-9 / sqrt(3) on average over mantissas.
 BF16_ROUNDING = 2**-9
+#: Share of INT8 codes that may differ by one from a reference whose float32 sums have another order: such a
+#: value lies within 1e-6 of the middle between two codes.
+CODE_FLIPS = 1e-3
+#: Attention with probabilities and result rounded to bfloat16.
+ATTENTION_BF16 = 4e-3
 
 # Routed experts, `tests/kernels`.
 #: One INT8 digit per activation, against float64. INT8 per token is 8.7e-3 on gaussian rows of 4096; it
