@@ -176,7 +176,7 @@ class Repacker:
         nans, first = count_nan_scales(scales)
         place = (row + first[0], first[1]) if first else None
         met = RepackStats(blocks=scales.size, zero_blocks=zero_blocks, nan_scales=nans, first_nan_scale=place)
-        return met + _row_stats(e_max, top, lowest, row) + _losses(parts)
+        return met + row_stats(e_max, top, lowest, row) + _losses(parts)
 
     def _check(self, packed: U8, scales: U8, codes: U8, shift2: U8, channel_scale: F32) -> None:
         n = len(packed)
@@ -306,8 +306,15 @@ def _exact_sum(squares: NDArray[np.int64], scales: U8) -> int:
     return sum(int(total) << 2 * exponent for exponent, total in enumerate(sums) if total)
 
 
-def _row_stats(e_max: I16, top: I16, lowest: I16, row: int) -> RepackStats:
-    """Report on rows; the first two arrays hold exponents plus one, and `top` is 0 for an all-zero row."""
+def row_stats(e_max: I16, top: I16, lowest: I16, row: int) -> RepackStats:
+    """Report on rows.
+
+    Args:
+        e_max: [R] largest effective exponent of each row, plus one.
+        top: [R] largest scale byte of a block that is not all zero, plus one; 0 for a row of zeros.
+        lowest: [R] smallest such byte.
+        row: Row of the tensor at which these start.
+    """
     low = np.flatnonzero((e_max <= LOW_EXPONENT) & (top > 0))
     span = np.where(top > 0, top - 1 - lowest, 0)
     return RepackStats(
