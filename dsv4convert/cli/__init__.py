@@ -9,8 +9,9 @@ from __future__ import annotations
 from dsv4convert.cli.commands import main
 from dsv4convert.cli.probe import probe
 from dsv4convert.cli.report import report
+from dsv4convert.cli.serve import keygen, preflight, serve
 
-main.add_command(probe)
-main.add_command(report)
+for _command in (probe, report, preflight, serve, keygen):
+    main.add_command(_command)
 
 __all__ = ["main"]

@@ -55,7 +55,8 @@ class _Directory(click.Path):
         return super().convert(value, param, ctx)
 
 
-def _directory(name: str) -> Callable[..., Any]:
+def directory(name: str) -> Callable[..., Any]:
+    """Add an argument that names a directory."""
     return click.argument(name, type=_Directory(path_type=Path))
 
 
@@ -81,7 +82,7 @@ def _default_jobs(jobs: int | None) -> int:
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("path")
+@directory("path")
 @click.option(
     "--tensors",
     is_flag=False,
@@ -111,7 +112,7 @@ def inspect(shell: Shell, path: Path, tensors: str | None) -> None:
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("src")
+@directory("src")
 @contents_options
 @expect_option
 @_strict
@@ -125,7 +126,7 @@ def original(shell: Shell, src: Path, expect: Mapping[str, int | str], strict: b
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("src")
+@directory("src")
 @_experts
 @click.option(
     "--tp",
@@ -181,8 +182,8 @@ def plan(
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("src")
-@_directory("dst")
+@directory("src")
+@directory("dst")
 @_experts
 @_jobs("Worker processes.")
 @click.option(
@@ -250,7 +251,7 @@ def convert(
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("dst")
+@directory("dst")
 @click.option("--source", type=click.Path(path_type=Path), help="The source, if it moved since.")
 @limit_options
 @command_options
@@ -275,7 +276,7 @@ def finalize(
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("dst")
+@directory("dst")
 @click.option("--reference", type=click.Path(path_type=Path), help="The checkpoint that was converted.")
 @click.option(
     "--read-data",
@@ -323,7 +324,7 @@ def converted(
 
 
 @main.command(epilog=EXIT_HELP)
-@_directory("directory")
+@directory("directory")
 @click.option(
     "--release",
     type=click.Choice(list(RELEASES)),

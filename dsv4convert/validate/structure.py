@@ -65,14 +65,15 @@ def check_original(checkpoint: Checkpoint, seen: Survey | None = None) -> Report
     return _report(seen, findings, _STRUCTURE, (f"{_CONTENTS}; `--checksums auto` does",))
 
 
-def check_converted(checkpoint: Checkpoint, tp: int | None = None) -> Report:
+def check_converted(checkpoint: Checkpoint, tp: int | None = None, seen: Survey | None = None) -> Report:
     """Check the structure of a converted checkpoint, its config and its manifest.
 
     Args:
         checkpoint: A conversion by this tool, or an MXFP4-BF16 checkpoint of other origin.
         tp: Tensor-parallel size whose splits must fall on block or group borders; None to leave it.
+        seen: Its survey, if it was made before.
     """
-    seen = survey(checkpoint)
+    seen = seen or survey(checkpoint)
     findings = [*seen.findings]
     if (checkpoint.root / DIRECTORY).is_dir():
         problem = "a conversion was begun here and is not finished"

@@ -1,0 +1,92 @@
+"""What the log of a server must say before it may be used, and what it must never say.
+
+The shim logs one line for every process that builds a model, and one for every model and rank:
+
+    dsv4convert guard: model=DeepseekV4ForCausalLM rank=0/4 filled=1234 fp8=0 experts=ours/int8 layers=43
+
+A rank without them runs stock code, which no health check would notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from dsv4convert.runtime.contract import GUARD_LINE, SHIM_LINE
+
+#: What SGLang logs when its warm-up is over, or was skipped.
+READY_LINE: Final = "The server is fired up and ready to roll!"
+#: Warnings of SGLang after which a model is wrong: tensors without a parameter, parameters without a tensor.
+WRONG_LINES: Final = ("not found in params_dict", "Some weights are not initialized from checkpoints")
+TARGET: Final = "DeepseekV4ForCausalLM"
+DSPARK: Final = "DeepseekV4ForCausalLMDSpark"
+
+
+class Guards:
+    """Watches the lines of a server.
+
+    Args:
+        tp: Ranks, each of which has to speak.
+        dspark: A draft is loaded beside the target.
+        backend: Backend of the routed experts.
+
+    Attributes:
+        is_up: SGLang has said that it is ready.
+        lines: Lines of the shim, from its first word on.
+    """
+
+    def __init__(self, tp: int, dspark: bool, backend: str) -> None:
+        self._tp, self._backend = tp, backend
+        self._ranks: dict[str, set[str]] = {TARGET: set(), **({DSPARK: set()} if dspark else {})}
+        self._processes = 0
+        self._failed: list[str] = []
+        self.is_up = False
+        self.lines: list[str] = []
+
+    def feed(self, line: str) -> bool:
+        """Take a line; tell whether it says something."""
+        if READY_LINE in line:
+            self.is_up = True
+        elif any(wrong in line for wrong in WRONG_LINES):
+            self._failed.append(line)
+        elif SHIM_LINE in line:
+            self._processes += 1
+            self.lines.append(line[line.index(SHIM_LINE) :])
+        elif GUARD_LINE in line:
+            self.lines.append(line[line.index(GUARD_LINE) :])
+            self._take(self.lines[-1])
+        else:
+            return False
+        return True
+
+    def _take(self, line: str) -> None:
+        facts = dict(word.partition("=")[::2] for word in line.removeprefix(GUARD_LINE).split())
+        self._failed += (f"{reason}: {line}" for reason in self._wrong(facts))
+        # Ranks of a model that nothing was said about are counted, too, but not required.
+        self._ranks.setdefault(facts.get("model", ""), set()).add(facts.get("rank", ""))
+
+    def _wrong(self, facts: Mapping[str, str]) -> Iterator[str]:
+        if facts.get("fp8") != "0":
+            yield "parameters were quantized to FP8"
+        if facts.get("experts", "").partition("/")[0] != self._backend:
+            yield f"routed experts do not run on the backend `{self._backend}`"
+        if facts.get("main_proj", "bfloat16") != "bfloat16":
+            yield "the draft's main_proj is not BF16, so that drafts would hardly ever be accepted"
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """What is wrong with the models that were loaded, in words."""
+        return tuple(self._failed)
+
+    def missing(self) -> tuple[str, ...]:
+        """Return what the ranks have not said, in words."""
+        return tuple(self._missing())
+
+    def _missing(self) -> Iterator[str]:
+        if self._processes < self._tp:
+            yield f"no line `{SHIM_LINE}` from {self._tp - self._processes} of {self._tp} ranks"
+        for model in (name for name in (TARGET, DSPARK) if name in self._ranks):
+            wanted = {f"{rank}/{self._tp}" for rank in range(self._tp)}
+            late = sorted(wanted - self._ranks[model])
+            if late:
+                yield f"no line `{GUARD_LINE}` for {model} of rank {', '.join(late)}"

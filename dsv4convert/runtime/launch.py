@@ -1,0 +1,240 @@
+"""How SGLang 0.5.16 is started: options of ours in, its arguments and its environment out. Pure, no I/O.
+
+Every argument that the shim relies on is passed explicitly, so that no default of SGLang decides, and none
+of them can be given a second time. Names and choices: ``sglang/srt/server_args.py`` of 0.5.16.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import dsv4convert
+from dsv4convert.memory import REQUESTS, Demand
+from dsv4convert.runtime import contract
+from dsv4convert.runtime.settings import MOE_BACKENDS
+
+#: The backend of our own kernels, the only one that reads the layout `int8`.
+OURS: Final = MOE_BACKENDS[0]
+#: SGLang's ``--moe-runner-backend``; our method takes the place of its Marlin method.
+_RUNNER: Final = {"ours": "marlin", "marlin": "marlin", "humming": "humming"}
+
+#: SGLang's own default for cards below 90 GB, and what it must be a multiple of.
+LARGEST_CHUNK, PAGE = 8192, 256
+#: Share of the memory left beside weights and pools that indexer scores of one chunk may take.
+_SCORES_SHARE = 1 / 4
+
+#: Arguments that `serve` sets or that change what the budget and the key rest on -> what to do instead.
+_FIXED: Final = "fixed by the SM80 runtime"
+_ONE_NODE: Final = "one machine with tensor parallelism is what the runtime supports"
+_OTHER_SERVER: Final = "it starts another server than the one that checks the key"
+_OWNED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("--model-path", "--model"), "DST is the model"),
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), "use `--tp`"),
+    "--host": "use `--host` before `--`",
+    "--port": "use `--port` before `--`",
+    "--context-length": "use `--context`",
+    "--mem-fraction-static": "use `--mem-fraction-static` before `--`",
+    "--max-running-requests": "use `--concurrency`",
+    "--speculative-algorithm": "use `--dspark`",
+    "--moe-runner-backend": "use `--moe-backend`",
+    "--speculative-moe-runner-backend": "use `--moe-backend`",
+    "--api-key": "use `--api-key-file`; every user of the machine can read a command line",
+    "--admin-api-key": "every user of the machine can read a command line",
+    "--ssl-keyfile-password": "every user of the machine can read a command line",
+    **dict.fromkeys(
+        (
+            "--dtype",
+            "--quantization",
+            "--kv-cache-dtype",
+            "--attention-backend",
+            "--prefill-attention-backend",
+            "--decode-attention-backend",
+            "--page-size",
+            "--swa-full-tokens-ratio",
+            "--max-total-tokens",
+            "--load-format",
+            "--json-model-override-args",
+            "--speculative-draft-model-path",
+            "--speculative-draft-model",
+            "--speculative-draft-model-quantization",
+            "--skip-server-warmup",
+        ),
+        _FIXED,
+    ),
+    "--config": "a file could contradict what `serve` checked; pass its arguments one by one",
+    **dict.fromkeys(
+        (
+            "--pp-size",
+            "--pipeline-parallel-size",
+            "--dp-size",
+            "--data-parallel-size",
+            "--enable-dp-attention",
+            "--ep-size",
+            "--ep",
+            "--expert-parallel-size",
+            "--moe-a2a-backend",
+            "--nnodes",
+            "--enable-prefill-cp",
+            "--disaggregation-mode",
+        ),
+        _ONE_NODE,
+    ),
+    **dict.fromkeys(
+        ("--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--sidecar", "--use-ray", "--encoder-only"),
+        _OTHER_SERVER,
+    ),
+    "--tokenizer-worker-num": "SGLang checks the API key with one tokenizer process only",
+}
+#: Arguments that `serve` sets unless SGLang's arguments do.
+_DEFAULTS: Final = (
+    "--served-model-name",
+    "--reasoning-parser",
+    "--tool-call-parser",
+    "--chunked-prefill-size",
+)
+#: Complete names that argparse would also accept as the beginning of an owned one.
+_COMPLETE: Final = frozenset({"--ssl-keyfile"})
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is to be served, and how.
+
+    Attributes:
+        root: The converted checkpoint.
+        tp: Tensor-parallel size.
+        dspark: Speculate with the DSpark draft of the checkpoint.
+        host: Address to listen on.
+        port: TCP port of the API.
+        key_file: File with the API key; None to ask for no key.
+        demand: Context, concurrency and share of the card; its draft is `dspark`.
+        backend: One of `settings.MOE_BACKENDS`.
+        extra: Further arguments of SGLang.
+    """
+
+    root: Path
+    tp: int
+    dspark: bool
+    host: str
+    port: int
+    key_file: Path | None
+    demand: Demand
+    backend: str = OURS
+    extra: tuple[str, ...] = ()
+
+    @property
+    def is_exposed(self) -> bool:
+        """Tell whether other machines can reach the address."""
+        try:
+            return not ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+    @property
+    def url(self) -> str:
+        """Address at which this machine reaches the server."""
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host.strip("[]"), self.host.strip("[]"))
+        return f"http://{f'[{local}]' if ':' in local else local}:{self.port}"
+
+
+def contradictions(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments that `serve` sets itself, each with what to do instead; never a value.
+
+    argparse completes abbreviations, so the beginning of an owned name counts as that name.
+    """
+    for argument in extra:
+        name = argument.partition("=")[0]
+        if not name.startswith("--") or name == "--" or name in _COMPLETE:
+            continue
+        owner = name if name in _OWNED else next((o for o in _OWNED if o.startswith(name)), None)
+        if owner is not None:
+            yield owner, _OWNED[owner]
+
+
+def value_of(extra: Sequence[str], name: str) -> str | None:
+    """Return the last value that `extra` gives an argument, None if it does not."""
+    found = None
+    for position, argument in enumerate(extra):
+        key, equals, value = argument.partition("=")
+        if key == name:
+            found = value if equals else next(iter(extra[position + 1 :]), "")
+    return found
+
+
+def chunk_size(context: int, left: int) -> int:
+    """Return ``--chunked-prefill-size``: tokens of a prefill step.
+
+    The indexer scores every token of a step against all compressed keys, 4 bytes for each of `context` / 4.
+
+    Args:
+        context: Longest request in tokens.
+        left: Bytes of a card that weights and pools leave free.
+    """
+    rows = int(_SCORES_SHARE * left) // max(1, context)
+    size = LARGEST_CHUNK
+    while size > PAGE and size > rows:
+        size //= 2
+    return size
+
+
+def arguments(launch: Launch, *, name: str, context: int, chunk: int) -> list[str]:
+    """Return SGLang's arguments.
+
+    Args:
+        launch: What is to be served.
+        name: Name of the model for clients.
+        context: Longest request in tokens.
+        chunk: Tokens of a prefill step.
+    """
+    defaults = dict(zip(_DEFAULTS, (name, "deepseek-v4", "deepseekv4", str(chunk)), strict=True))
+    pairs = {
+        "--model-path": os.path.abspath(launch.root),
+        "--host": launch.host,
+        "--port": str(launch.port),
+        "--tp-size": str(launch.tp),
+        "--dtype": "bfloat16",
+        # The way to the MXFP4 expert classes; what is BF16 is on the skip list of `config.json`.
+        "--quantization": "fp8",
+        "--moe-runner-backend": _RUNNER[launch.backend],
+        "--kv-cache-dtype": "bfloat16",
+        "--context-length": str(context),
+        "--mem-fraction-static": f"{launch.demand.fraction:g}",
+        "--max-running-requests": str(launch.demand.concurrency or REQUESTS[launch.dspark]),
+        **{key: value for key, value in defaults.items() if value_of(launch.extra, key) is None},
+    }
+    mode = ["--speculative-algorithm", "DSPARK"] if launch.dspark else ["--skip-server-warmup"]
+    return [part for pair in pairs.items() for part in pair] + mode + list(launch.extra)
+
+
+def command(launch: Launch, sglang: Sequence[str]) -> list[str]:
+    """Return the command of the server process; the key is named by its file."""
+    key = ["--api-key-file", os.path.abspath(launch.key_file)] if launch.key_file else []
+    return [sys.executable, "-m", "dsv4convert.runtime.server", *key, "--", *sglang]
+
+
+def variables(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that `serve` sets, on top of those of `base`."""
+    return {
+        **contract.environment(launch.backend),
+        "PYTHONPATH": os.pathsep.join(_search_path(base.get("PYTHONPATH", ""))),
+        # Lines of a dying process must not stay in its buffer.
+        "PYTHONUNBUFFERED": "1",
+        # Everything is in DST: a start must not wait for a hub that cannot be reached.
+        "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
+    }
+
+
+def _search_path(inherited: str) -> Iterator[str]:
+    yield os.fspath(contract.SITE)
+    home = Path(dsv4convert.__file__).resolve().parent.parent
+    # An installed package is found without help; a checkout is not, before its `sitecustomize` runs.
+    if home.name not in ("site-packages", "dist-packages"):
+        yield os.fspath(home)
+    ours = {os.fspath(contract.SITE), os.fspath(home)}
+    yield from (part for part in inherited.split(os.pathsep) if part and part not in ours)
