@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,12 +125,16 @@ _MODULES: Final = {
 }
 #: Stands for the directory of the shim: says that the hook is armed, and arms nothing.
 _ARMED: Final = "from dsv4convert.runtime import hook\nhook.is_installed = lambda: True\n"
-#: Runs the command line as if SGLang had no file to compare.
+#: Runs the command line as if SGLang had no file to compare. The machine is looked at when that is the point,
+#: because it takes two more processes.
 _DRIVER: Final = """
-import sys
+import os
 from pathlib import Path
-from dsv4convert.runtime import contract, machine
+from dsv4convert.runtime import contract, machine, preflight, supervise
 here = Path(__file__).parent
+supervise._HEALTH_EVERY = 0.2
+if "TEST_LOOKS_AT_MACHINE" not in os.environ:
+    preflight.preflight = lambda launch, environ, arch: preflight.check_launch(launch, environ)
 contract.SITE, contract.HASHES, machine.SHM = here / "armed", {}, str(here)
 from dsv4convert.cli import main
 main(prog_name="dsv4convert")
@@ -160,14 +165,12 @@ class FakeServing:
 
     def version(self, name: str, version: str | None) -> None:
         """Say which version of a distribution is installed; None for none."""
-        path = self.root / f"{name.replace('-', '_')}-0.dist-info" / "METADATA"
-        if version is None:
-            path.unlink()
-            path.parent.rmdir()
-            return
-        requires = "".join(f"Requires-Dist: {pin}\n" for pin in _PINS) if name == "sglang" else ""
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        for old in self.root.glob(f"{name.replace('-', '_')}-*.dist-info"):
+            shutil.rmtree(old)
+        if version is not None:
+            requires = "".join(f"Requires-Dist: {pin}\n" for pin in _PINS) if name == "sglang" else ""
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
+            self.put(f"{name.replace('-', '_')}-{version}.dist-info/METADATA", text)
 
     def cards(self, devices: list[dict[str, Any]], **more: Any) -> None:
         """Say which cards torch shows."""

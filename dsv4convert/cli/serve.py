@@ -209,7 +209,12 @@ def serve(
         fail(shell, found.findings, Exit.REFUSED)
     shell.findings(found.findings)
     log = log_file or Path(f"{launch.root.resolve().name}-serve.log")
-    _finish(shell, log, _run(shell, launch, found, log, ready_timeout, stop_timeout))
+    outcome, tail = _run(shell, launch, found, log, ready_timeout, stop_timeout)
+    if shell.quiet and outcome.end != "stopped":
+        # Otherwise they are on the screen already.
+        for line in tail:
+            click.echo(line, err=True)
+    _finish(shell, log, outcome)
 
 
 def _start(launch: Launch, found: Preflight) -> tuple[list[str], dict[str, str]]:
@@ -254,7 +259,7 @@ def _as_shell(words: list[str], variables: dict[str, str]) -> Iterator[str]:
 
 def _run(
     shell: Shell, launch: Launch, found: Preflight, log_file: Path, ready_timeout: float, stop_timeout: float
-) -> Outcome:
+) -> tuple[Outcome, list[str]]:
     from dsv4convert.runtime.guards import Guards
     from dsv4convert.runtime.keys import read_key
     from dsv4convert.runtime.logs import ServerLog
@@ -284,7 +289,7 @@ def _run(
     environment = {**os.environ, **variables}
     server = Server(words, environment, launch.url, log, guards, ready_timeout, stop_timeout, ready)
     try:
-        return server.run()
+        return server.run(), list(log.tail)
     finally:
         if log.fault:
             shell.say(f"log {log_file}: lines are missing: {log.fault}")

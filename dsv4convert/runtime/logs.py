@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final
@@ -56,7 +58,8 @@ class ServerLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._handler.close()
+        with suppress(OSError):  # Closing writes what could not be written before.
+            self._handler.close()
 
 
 class _PrivateFile(RotatingFileHandler):
@@ -76,6 +79,4 @@ class _PrivateFile(RotatingFileHandler):
 
     def handleError(self, record: Any) -> None:
         """Go on without the line: a full disk must not stop a server."""
-        import sys
-
         self.fault = self.fault or str(sys.exc_info()[1])
