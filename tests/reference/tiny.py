@@ -44,10 +44,10 @@ _DTYPES = {
 _E2M1_MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 
 
-def make(root: Path, kind: str) -> Path:
+def make(root: Path, kind: str, release: str = RELEASE) -> Path:
     """Write the checkpoint `kind` (5 layers, all three kinds of attention, 3 draft stages) below `root`."""
     target = root / kind
-    synthesize(target, Recipe(RELEASE, "tiny"))
+    synthesize(target, Recipe(release, "tiny"))
     for path in sorted(target.glob("model-*.safetensors")):
         made: dict[str, Row] = {}
         for row in rows(path):
@@ -73,7 +73,7 @@ def _fill(row: Row, kind: str) -> list[Row]:
         return [(name, dtype, shape, codes), (scale_name, "F8_E8M0", (n, k // 32), scales)]
     if dtype == "F8_E4M3":
         w = torch.randn(shape, generator=gen) * shape[1] ** -0.5
-        codes, scales = _fp8(_uneven(w, (128, 128), 1.5, gen) if hard else w)
+        codes, scales = fp8_bytes(_uneven(w, (128, 128), 1.5, gen) if hard else w)
         grid = (-(-shape[0] // 128), -(-shape[1] // 128))
         return [(name, dtype, shape, codes), (scale_name, "F8_E8M0", grid, scales)]
     return [(name, dtype, shape, _bytes(_floats(name, shape, hard, gen).to(_DTYPES[dtype])))]
@@ -119,7 +119,8 @@ def _mxfp4(w: Tensor) -> tuple[bytes, bytes]:
     return _bytes(codes[:, 0::2] | codes[:, 1::2] << 4), _bytes(scales)
 
 
-def _fp8(w: Tensor) -> tuple[bytes, bytes]:
+def fp8_bytes(w: Tensor) -> tuple[bytes, bytes]:
+    """Return E4M3 codes and UE8M0 scales per 128 x 128 of a matrix [N, K], both sides whole blocks."""
     n, k = w.shape
     blocks = w.reshape(n // 128, 128, k // 128, 128)
     scales = _scale_bytes(blocks.abs().amax((1, 3)), 448.0)
