@@ -333,6 +333,8 @@ def index_scores(q: Tensor, keys: Tensor, weight: Tensor) -> Tensor:
 def pick_entries(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     """Return the entries with the largest scores, [T, topk] int64; -1 where there are no more.
 
+    Of entries with equal scores any may be picked.
+
     Args:
         scores: [T, m] float32.
         visible: [T] int64; a query sees entries below this number.

@@ -10,6 +10,7 @@ import torch
 
 from dsv4convert.convert import convert
 from tests.reference import tiny
+from tests.reference.judge import Judge
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tiny.Tiny]:
         return read[path]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def judge(model: Callable[..., tiny.Tiny]) -> Callable[[str], Judge]:
+    """Return ``judge(kind)``: what transformers makes of an official tiny checkpoint."""
+    pytest.importorskip("transformers", minversion="5.12")
+    known: dict[str, Judge] = {}
+    return lambda kind: known.setdefault(kind, Judge(model(kind).root))

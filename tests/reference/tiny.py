@@ -14,7 +14,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +141,7 @@ class Weights:
     """
 
     stored: dict[str, Tensor]
+    _decoded: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def read(cls, root: Path) -> Weights:
@@ -154,14 +155,16 @@ class Weights:
 
     def changed(self, name: str, change: Callable[[Tensor], Tensor]) -> Weights:
         """Return the same with one tensor as stored replaced."""
-        return replace(self, stored=self.stored | {name: change(self.stored[name].clone())})
+        base = name.rpartition(".")[0]
+        decoded = {known: x for known, x in self._decoded.items() if known != base}
+        return Weights(self.stored | {name: change(self.stored[name].clone())}, decoded)
 
     def tensor(self, name: str) -> Tensor:
         """See `kernels_ref.source.Source`."""
         found = self.stored[name]
         if found.dtype is not torch.float8_e4m3fn:
             return found
-        return dequantize_fp8_block(found, self.stored[name.removesuffix(".weight") + ".scale"])
+        return self._values(name.removesuffix(".weight"), dequantize_fp8_block)
 
     def expert(self, prefix: str, index: int) -> Expert:
         """See `kernels_ref.source.Source`."""
@@ -169,9 +172,14 @@ class Weights:
 
     def _matrix(self, base: str) -> Tensor | Int8Shift:
         if f"{base}.weight" in self.stored:
-            return dequantize_mxfp4(self.stored[f"{base}.weight"], self.stored[f"{base}.scale"])
+            return self._values(base, dequantize_mxfp4)
         parts = ("weight_codes", "weight_shift2", "channel_scale")
         return Int8Shift(*(self.stored[f"{base}.{part}"] for part in parts))
+
+    def _values(self, base: str, decode: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        if base not in self._decoded:
+            self._decoded[base] = decode(self.stored[f"{base}.weight"], self.stored[f"{base}.scale"])
+        return self._decoded[base]
 
 
 @dataclass(frozen=True)
