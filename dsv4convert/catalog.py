@@ -199,8 +199,11 @@ CATALOG: Mapping[str, Kind] = {
     "shim.experts": Kind("error", "Routed experts run in another class of SGLang than the backend's.", "start SGLang with quantization `fp8` and MoE runner backend `marlin` (`humming` for Humming)"),
     "shim.unfilled": Kind("error", "A parameter was not filled from the checkpoint.", "check the checkpoint: `dsv4convert converted DST`"),
     # The machine.
+    "cli.usage": Kind("error", "The options or arguments of a command are not right.", "`--help` lists them"),
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),
     "io.write": Kind("error", "Writing failed.", "check the disk or the network file system, then run the same command again"),
+    "env.files": Kind("error", "Too many files are open at once.", "raise the limit (`ulimit -n`), then run the same command again"),
+    "env.memory": Kind("error", "The machine, or a limit, left too little memory.", "raise the limit (`ulimit -v`, the container's), or use fewer `--jobs`; the same command continues"),
     "env.missing": Kind("error", "A library that this command needs is not installed.", "install it as the message says"),
     "worker.killed": Kind("error", "A worker process ended without a result.", "the system may have run out of memory; run the same command again with fewer `--jobs`"),
 }

@@ -19,7 +19,7 @@ from dsv4convert.consume import Consumer, believe_again, require_consumable, sou
 from dsv4convert.errors import EnvironmentFault, Refused, errors_of, finding
 from dsv4convert.finished import finished_before
 from dsv4convert.header import Shard, ShardReader, read_header
-from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, require_space
+from dsv4convert.journal import INDEX, MANIFEST, Journal, ShardRecord, refuse_overlap, require_space
 from dsv4convert.limits import Limits, judge, judge_again
 from dsv4convert.names import Layout
 from dsv4convert.plan import Plan, ShardPlan
@@ -99,12 +99,13 @@ def convert(
         raise ValueError(f"at least one job and a part (i, n) with 0 <= i < n, got jobs={jobs}, part={part}")
     if consume and (part or isinstance(source, Checkpoint)):
         raise ValueError("`consume` needs the path of a source and all of its shards")
-    root, limits = Path(destination), limits or Limits()
+    # Resolved, so that `new/../dst` makes no directory `new`, and sentences have a path to show.
+    root, limits = Path(destination).resolve(), limits or Limits()
     journal = Journal(root)
     gone = stand_ins(journal)
     checkpoint = source if isinstance(source, Checkpoint) else _open_source(source, journal, gone)
     plan = make_plan(survey(checkpoint), experts)
-    _refuse_overlap(checkpoint.root, root)
+    refuse_overlap(checkpoint.root, root)
     complete = finished_before(root, plan, checkpoint.root)
     if complete is not None:
         return Result(plan, 0, len(plan.shards), (), complete, 0.0)
@@ -206,7 +207,7 @@ def finalize(
         Refused: there is no conversion here, the source is another one, shards are missing, or values are not
             acceptable.
     """
-    root = Path(destination)
+    root = Path(destination).resolve()
     journal = Journal(root)
     state = journal.read()
     if state is None:
@@ -253,13 +254,6 @@ def _bytes_read(shard: ShardPlan) -> int:
 
 def _bytes_in(root: Path) -> int:
     return sum(p.stat().st_size for p in root.glob("*.safetensors")) if root.is_dir() else 0
-
-
-def _refuse_overlap(source: Path, root: Path) -> None:
-    target = root.resolve()
-    if target == source or source in target.parents or target in source.parents:
-        problem = "source and destination overlap"
-        raise Refused(finding("dst.inside-source", root.name, problem, found=os.fspath(target)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class Exit(IntEnum):
     REFUSED = 3
     ENVIRONMENT = 4
     INTERNAL = 5
+    SIGHUP = 129
     SIGINT = 130
     SIGTERM = 143
 

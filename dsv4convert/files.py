@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 
 from dsv4convert.errors import Dsv4Error, Finding, finding
 
+#: What a fresh volume holds; a directory with nothing else counts as empty.
+VOLUME = "lost+found"
+
 _LFS = b"version https://git-lfs.github.com/spec/"
 _MARKUP = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|!--|html|head|body|title|error|\?xml)", re.IGNORECASE

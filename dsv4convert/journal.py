@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4convert.errors import EnvironmentFault, Refused, finding
+from dsv4convert.errors import EnvironmentFault, Finding, Refused, finding
+from dsv4convert.files import VOLUME
 from dsv4convert.plan import Plan, ShardPlan
 from dsv4convert.writer import write_bytes, write_fault
 
@@ -70,10 +71,19 @@ class Journal:
             Refused: the destination is in use by something else, or by another plan.
             EnvironmentFault: it cannot be written.
         """
+        if self.admit(plan) is None:
+            self.begin(plan, source)
+        self._sweep()
+
+    def admit(self, plan: Plan) -> dict[str, Any] | None:
+        """Return what was planned here if this plan continues it; None if nothing was.
+
+        Raises:
+            Refused: the destination is in use by something else, or by another plan.
+        """
         known = self.read()
         if known is None:
-            self._refuse_occupied()
-            self.begin(plan, source)
+            self._refuse_occupied(plan)
         elif known["resume_key"] != plan.resume_key:
             same_decisions = known["digest"] == plan.digest
             if same_decisions:
@@ -82,7 +92,7 @@ class Journal:
             problem = "holds shards of another plan"
             expected, found = f"plan `{plan.digest[:12]}`", f"`{str(known['digest'])[:12]}`"
             raise Refused(finding("dst.other-plan", self.root.name, problem, expected=expected, found=found))
-        self._sweep()
+        return known
 
     def begin(self, plan: Plan, source: Path) -> None:
         """Create the journal of a plan, whatever else lies in the destination.
@@ -143,7 +153,7 @@ class Journal:
         problem = f"`{DIRECTORY}/plan.json` cannot be read"
         raise Refused(finding("dst.other-plan", self.root.name, problem))
 
-    def _refuse_occupied(self) -> None:
+    def _refuse_occupied(self, plan: Plan) -> None:
         try:
             names = sorted(os.listdir(self.root))
         except FileNotFoundError:
@@ -155,12 +165,20 @@ class Journal:
         except OSError as error:
             raise write_fault(error, self.root) from error
         # A journal directory without plan.json is what a crash in the very first moment leaves.
-        others = [n for n in names if n != DIRECTORY]
-        if others:
+        others = [n for n in names if n not in (DIRECTORY, VOLUME)]
+        if others and self._finished() != plan.digest:
             problem = "the destination is not empty and no conversion was begun in it"
             if MANIFEST in others:
                 problem = "the destination holds a finished conversion of another plan or source"
             raise Refused(finding("dst.not-empty", self.root.name, problem, found=f"`{others[0]}`"))
+
+    def _finished(self) -> object:
+        """Return the digest of the plan that was carried out here, if a manifest and an index say so."""
+        try:
+            manifest = json.loads((self.root / MANIFEST).read_bytes())
+            return manifest["plan"]["digest"] if (self.root / INDEX).is_file() else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _sweep(self) -> None:
         """Remove temporary files of dead processes; a live writer of this machine keeps its own."""
@@ -221,6 +239,28 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def refuse_overlap(source: Path, root: Path) -> None:
+    """Refuse a destination that is the source, or where one lies inside the other.
+
+    Raises:
+        Refused: so it is.
+    """
+    target = root.resolve()
+    if target == source or source in target.parents or target in source.parents:
+        problem, found = "source and destination overlap", os.fspath(target)
+        raise Refused(finding("dst.inside-source", target.name, problem, found=found))
+
+
+def destination_findings(root: Path, source: Path, plan: Plan) -> tuple[Finding, ...]:
+    """Return why `convert` would refuse this destination; nothing is changed there."""
+    try:
+        refuse_overlap(source, root)
+        Journal(root.resolve()).admit(plan)
+    except Refused as refused:
+        return refused.findings
+    return ()
 
 
 def require_space(root: Path, needed: int) -> None:

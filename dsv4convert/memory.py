@@ -285,7 +285,8 @@ class GpuMemory:
             held = self.weights.target + self.weights.draft + self.tables
             room = int(self.demand.fraction * (self.demand.card_bytes - RUNTIME_BYTES))
             expected, found = f"less than {room:,} bytes per GPU", f"{held:,}"
-            return [finding("serve.memory", where, problem, expected=expected, found=found)]
+            hint = "raise `--tp` or `--mem-fraction-static`; context and requests play no part in this"
+            return [finding("serve.memory", where, problem, expected=expected, found=found, hint=hint)]
         if self.demand.is_asked and self.needed > self.tokens:
             problem = f"{self.concurrency:,} requests of {self.context:,} tokens do not fit at once"
             expected, found = f"at least {self.needed:,} tokens of capacity", f"{self.tokens:,}"

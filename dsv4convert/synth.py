@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from dsv4convert import releases
 from dsv4convert.errors import Refused, finding
+from dsv4convert.files import VOLUME
 from dsv4convert.formats.spec import Shape, nbytes
 from dsv4convert.geometry import Geometry, read_geometry
 from dsv4convert.names import (
@@ -35,7 +36,7 @@ from dsv4convert.names import (
     official_shard_count,
 )
 from dsv4convert.table import Role, Storage
-from dsv4convert.writer import encode_header, in_data_order
+from dsv4convert.writer import encode_header, in_data_order, writing
 
 Bytes = NDArray[np.uint8]
 
@@ -114,8 +115,10 @@ def synthesize(target: Path, recipe: Recipe, progress: Callable[[int], None] | N
 
     Raises:
         Refused: `target` is not empty.
+        EnvironmentFault: it cannot be written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = target.resolve()
+    if target.exists() and (not target.is_dir() or set(os.listdir(target)) - {VOLUME}):
         raise Refused(
             finding("dst.not-empty", target.name, "the directory for the synthetic checkpoint is in use")
         )
@@ -123,27 +126,26 @@ def synthesize(target: Path, recipe: Recipe, progress: Callable[[int], None] | N
     geometry, faults = read_geometry(config)
     if geometry is None:
         raise Refused(faults)
-    target.mkdir(parents=True, exist_ok=True)
-    total = 0
-    weight_map: dict[str, str] = {}
-    size = 0
-    for name, units in _shards(geometry):
-        entries, by_name = _entries(units)
-        header = encode_header(entries)
-        data = sum(nbytes(dtype, shape) for _, dtype, shape in entries)
-        with open(target / name, "wb") as file:
-            file.write(header)
-            if recipe.scale != "full":
-                for tensor, _, shape in entries:
-                    for strip in _values(tensor, shape, by_name[tensor], recipe, geometry):
-                        file.write(strip.data)
-                        if progress:
-                            progress(len(strip))
-            file.truncate(len(header) + data)
-        weight_map |= {tensor: name for tensor, _, _ in entries}
-        size += data
-        total += len(header) + data
-    _write_small_files(target, config, weight_map, size)
+    total, size, weight_map = 0, 0, dict[str, str]()
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        for name, units in _shards(geometry):
+            entries, by_name = _entries(units)
+            header = encode_header(entries)
+            data = sum(nbytes(dtype, shape) for _, dtype, shape in entries)
+            with open(target / name, "wb") as file:
+                file.write(header)
+                if recipe.scale != "full":
+                    for tensor, _, shape in entries:
+                        for strip in _values(tensor, shape, by_name[tensor], recipe, geometry):
+                            file.write(strip.data)
+                            if progress:
+                                progress(len(strip))
+                file.truncate(len(header) + data)
+            weight_map |= {tensor: name for tensor, _, _ in entries}
+            size += data
+            total += len(header) + data
+        _write_small_files(target, config, weight_map, size)
     return total
 
 

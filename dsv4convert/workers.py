@@ -21,6 +21,8 @@ from dsv4convert.errors import EnvironmentFault, finding
 
 Emit = Callable[[int], None]
 
+_TERMINAL = (signal.SIGINT, signal.SIGHUP)
+
 
 def run_all(
     function: Callable[[Any, Emit], Any],
@@ -63,15 +65,16 @@ def run_all(
 
 
 def _start_deaf(process: SpawnProcess) -> None:
-    """Start a process that ignores SIGINT from its first instruction on, before it can say so itself."""
+    """Start a process deaf to the terminal from its first instruction on, before it can say so itself."""
     if threading.current_thread() is not threading.main_thread():
         process.start()
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL}
     try:
         process.start()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _take(
@@ -115,8 +118,9 @@ def _end(busy: dict[Connection, tuple[SpawnProcess, str]]) -> None:
 
 
 def _serve(connection: Connection, function: Callable[[Any, Emit], Any]) -> None:
-    # The terminal sends SIGINT to the whole group; the parent decides what it means and sends SIGTERM.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The terminal sends these to the whole group; the parent decides what they mean and sends SIGTERM.
+    for number in _TERMINAL:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -12,8 +12,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -87,6 +87,19 @@ def write_fault(error: OSError, path: Path, needed: int = 0) -> EnvironmentFault
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return EnvironmentFault(finding("dst.not-writable", path.name, error.strerror or "not permitted"))
     return EnvironmentFault(finding("io.write", path.name, f"writing failed: {error.strerror or error}"))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn failed writes below `path` into errors that name it.
+
+    Raises:
+        EnvironmentFault: a write failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise write_fault(error, path) from error
 
 
 def _free(path: Path) -> str:

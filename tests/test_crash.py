@@ -187,7 +187,9 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_signal_in_the_middle_of_a_shard_ends_the_run_cleanly(
     held: Callable[[int], Held],
     sample: Sample,

@@ -17,7 +17,7 @@ from dsv4convert.cli.expect import expect_option, with_expectations
 from dsv4convert.cli.limits import limit_options
 from dsv4convert.cli.memory import memory_options
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
-from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, version_block
+from dsv4convert.cli.shell import EXIT_HELP, Commands, Shell, command_options, version_block
 from dsv4convert.errors import Exit, errors_of
 from dsv4convert.memory import Demand
 from dsv4convert.names import Layout
@@ -33,7 +33,7 @@ def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -
         ctx.exit()
 
 
-@click.group(context_settings=_SETTINGS, epilog=EXIT_HELP)
+@click.group(cls=Commands, context_settings=_SETTINGS, epilog=EXIT_HELP)
 @click.option(
     "--version",
     is_flag=True,
@@ -105,9 +105,12 @@ def inspect(shell: Shell, path: Path, tensors: str | None) -> None:
     else:
         for line in pages.tensor_lines(chosen) if chosen is not None else pages.inspect_lines(seen):
             shell.data(line)
+    if chosen == []:
+        shell.say(f"no tensor has a name like `{tensors}`")
     errors = errors_of(seen.findings)
     if errors:
-        shell.say(f"{len(errors):,} errors; `dsv4convert original` shows them")
+        number = f"{len(errors):,} error{'s' if len(errors) > 1 else ''}"
+        shell.say(f"{number}; `dsv4convert original` shows {'them' if len(errors) > 1 else 'it'}")
         raise SystemExit(Exit.FINDINGS)
 
 
@@ -157,6 +160,7 @@ def plan(
     from dsv4convert.checkpoint import open_checkpoint
     from dsv4convert.cli.shell import fail
     from dsv4convert.handoff import split_findings
+    from dsv4convert.journal import destination_findings
     from dsv4convert.plan import plan as make_plan
     from dsv4convert.survey import survey
     from dsv4convert.writer import measure_write_speed
@@ -165,10 +169,11 @@ def plan(
     if errors_of(seen.findings):
         fail(shell, seen.findings, Exit.FINDINGS)
     made = make_plan(seen, experts)
-    speed = measure_write_speed(dst) if dst else None
+    occupied = destination_findings(dst, seen.checkpoint.root, made) if dst else ()
+    speed = measure_write_speed(dst) if dst and not occupied else None
     budget = pages.Budget.of(seen, made, tp, demand, dst, speed, _default_jobs(jobs))
     faults = [f for size in tp if seen.geometry for f in split_findings(seen.geometry, made.layout, size)]
-    faults += budget.findings(made)
+    faults += (*occupied, *budget.findings(made))
     if shell.json:
         verdict = {"ok": not faults, "findings": [f.as_dict() for f in (*seen.findings, *faults)]}
         page = verdict | made.as_dict(steps=steps) | budget.as_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import importlib.metadata
@@ -12,15 +13,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import click
 
 from dsv4convert import __version__
-from dsv4convert.errors import Dsv4Error, Exit, Finding
+from dsv4convert.errors import Dsv4Error, Exit, Finding, finding
+from dsv4convert.files import printable
 from dsv4convert.validate.report import Report, render
 
 EXIT_HELP = """\b
@@ -31,7 +33,7 @@ Exit status:
   3  refused: source or destination is not acceptable, no index was written
   4  environment or I/O: running the same command again is safe
   5  internal error
-  130, 143  interrupted: running the same command again continues"""
+  129, 130, 143  interrupted: running the same command again continues"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,34 @@ def _silence(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+class Commands(click.Group):
+    """A group whose usage errors are JSON too when ``--json`` is among the arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse what comes before the command."""
+        as_json = "--json" in args
+        ctx.meta["as_json"] = as_json
+        with _usage_as_json(as_json):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Parse and run the command."""
+        with _usage_as_json(ctx.meta["as_json"]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_as_json(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        if as_json:
+            where = error.ctx.command_path if error.ctx else "dsv4convert"
+            fault = finding("cli.usage", printable(where), printable(error.format_message(), 400))
+            Shell(True, False, False, False).data(_failure([fault], Exit.USAGE))
+        raise  # click says it on stderr and exits with 2.
+
+
 def command_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command the common options and the error border; it receives a `Shell` first."""
 
@@ -140,7 +170,7 @@ def run(shell: Shell, action: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    _on_sigterm()
+    _on_signals()
     started = time.monotonic()
     try:
         action()
@@ -151,35 +181,50 @@ def run(shell: Shell, action: Callable[[], None]) -> None:
         raise  # Options that are wrong together: click says so and exits with 2.
     except KeyboardInterrupt:
         interrupted(shell, Exit.SIGINT)
-    except _Terminated:
-        interrupted(shell, Exit.SIGTERM)
+    except _Terminated as ended:
+        interrupted(shell, ended.status)
+    except MemoryError as error:
+        _memory_error(shell, f"{error}")
     except OSError as error:
         _system_error(shell, error)
     except Exception as error:
+        if f"{error}" == "can't start new thread":  # A thread needs address space for its stack.
+            _memory_error(shell, f"{error}")
         _internal(shell, error)
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    """SIGTERM or SIGHUP arrived."""
+
+    def __init__(self, status: Exit) -> None:
+        super().__init__()
+        self.status = status
 
 
-def _on_sigterm() -> None:
+def _on_signals() -> None:
     def handler(number: int, frame: object) -> None:
-        raise _Terminated
+        raise _Terminated(Exit(128 + number))
 
     with suppress(ValueError):  # Only the main thread may; tests run commands elsewhere.
         signal.signal(signal.SIGTERM, handler)
+        # `nohup` ignores the hang-up before the command begins, and that is to last.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, handler)
 
 
 def fail(shell: Shell, findings: Iterable[Finding], status: int) -> NoReturn:
     """Print findings and leave."""
     found = tuple(findings)
     if shell.json:
-        failed = {"ok": False, "exit_status": int(status), "findings": [f.as_dict() for f in found]}
-        shell.data(json.dumps(failed, indent=1))
+        shell.data(_failure(found, status))
     else:
         shell.findings(found)
     raise SystemExit(int(status))
+
+
+def _failure(findings: Iterable[Finding], status: int) -> str:
+    failed = {"ok": False, "exit_status": int(status), "findings": [f.as_dict() for f in findings]}
+    return json.dumps(failed, indent=1)
 
 
 def interrupted(shell: Shell, status: Exit) -> NoReturn:
@@ -190,14 +235,17 @@ def interrupted(shell: Shell, status: Exit) -> NoReturn:
     raise SystemExit(int(status))
 
 
-def _system_error(shell: Shell, error: OSError) -> NoReturn:
-    name = (
-        os.path.basename(os.fspath(error.filename)) if isinstance(error.filename, str | bytes) else "system"
-    )
-    from dsv4convert.errors import finding
+def _memory_error(shell: Shell, found: str) -> NoReturn:
+    problem = "the process was given less memory than it needs"
+    fail(shell, [finding("env.memory", "memory", problem, found=found)], Exit.ENVIRONMENT)
 
-    problem = f"{error.strerror or error}"
-    fail(shell, [finding("io.read", str(name), problem)], Exit.ENVIRONMENT)
+
+def _system_error(shell: Shell, error: OSError) -> NoReturn:
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "system"
+    if error.errno == errno.ENOMEM:
+        _memory_error(shell, error.strerror or "")
+    code = "env.files" if error.errno in (errno.EMFILE, errno.ENFILE) else "io.read"
+    fail(shell, [finding(code, printable(name), f"{error.strerror or error}")], Exit.ENVIRONMENT)
 
 
 def _internal(shell: Shell, error: Exception) -> NoReturn:

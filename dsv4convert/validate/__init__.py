@@ -17,7 +17,7 @@ from dsv4convert.journal import DIRECTORY, MANIFEST
 from dsv4convert.names import Layout
 from dsv4convert.plan import plan
 from dsv4convert.survey import Survey, detect_layout, survey
-from dsv4convert.validate.provenance import MANIFEST_NOT_CHECKED, read_manifest
+from dsv4convert.validate.provenance import MANIFEST_NEVER_CHECKED, MANIFEST_NOT_CHECKED, read_manifest
 from dsv4convert.validate.report import Report
 from dsv4convert.validate.structure import check_converted, check_original
 
@@ -207,13 +207,14 @@ def _with_reference(
     planned = plan(seen, detect_layout(checkpoint.tensors))
     findings = check_source(planned, source, checkpoint, read_manifest(checkpoint.root)[0])
     done = [*report.checked, "reference: its shard headers are those this checkpoint was made from"]
-    left, compared = list(report.not_checked), None
+    left = [MANIFEST_NEVER_CHECKED if line == MANIFEST_NOT_CHECKED else line for line in report.not_checked]
+    compared = None
     if percent is not None and not findings:
         compared = percent
         findings = check_reference(planned, source, checkpoint, percent, jobs, progress)
         done.append(f"contents: {_share(percent)} recomputed from the reference")
-        left = [] if percent >= 100 else [f"contents: the other {100 - percent:g} % of the weights"]
-        left += [line for line in report.not_checked if line == MANIFEST_NOT_CHECKED]
+        rest = [] if percent >= 100 else [f"contents: the other {100 - percent:g} % of the weights"]
+        left = [*rest, *(line for line in left if line == MANIFEST_NEVER_CHECKED)]
     merged = _merged(findings, report)
     return replace(report, findings=merged, checked=tuple(done), not_checked=tuple(left), contents=compared)
 

@@ -1,6 +1,6 @@
 """`dsv4convert.json` against the checkpoint it lies in: every field that headers and small files can judge.
 
-What they cannot judge is named by `MANIFEST_NOT_CHECKED`.
+What they cannot judge is named by `MANIFEST_NEVER_CHECKED` and `MANIFEST_NOT_CHECKED`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from dsv4convert.table import Storage
 #: Errors of these kinds explain why a shard is not the recorded one.
 STRUCTURAL: Final = ("dir.", "file.", "index.", "shard.", "tensor.", "name.", "unit.")
 MANIFEST_CHECKED: Final = "manifest: against shards, tensors, metadata, config, side files; sums added up"
+MANIFEST_NEVER_CHECKED: Final = "manifest: `tool`, `run`, single figures"
+#: The same where no source is at hand.
 MANIFEST_NOT_CHECKED: Final = (
-    "manifest: `tool`, `run`, single figures; without a reference plan digest, size and contents of SRC"
+    f"{MANIFEST_NEVER_CHECKED}; without a reference plan digest, size and contents of SRC"
 )
 
 
