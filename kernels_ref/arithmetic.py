@@ -6,14 +6,15 @@ runtime, can be measured alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels_ref.quantize import fake_e4m3, per_token_int8
+from kernels_ref.moe import DIGIT_WEIGHTS, quantize_activations
+from kernels_ref.quantize import fake_e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,16 @@ class Numerics:
         kv: ``e4m3``: latents and compressed entries are rounded per 64 values, rotated dims excepted.
         index: Queries and keys of the indexer: ``e2m1`` per 32 after a Hadamard rotation, or ``int8`` per
             row after the same rotation.
-        experts: ``float``: weights as numbers, route weight before the last projection. ``int8``: inputs of
-            both projections in INT8 per token, products exact, route weight in the final sum.
+        experts: ``float``: weights as numbers, route weight before the last projection. ``w4a8`` and
+            ``w4a16``: inputs of both projections in one or two INT8 digits per token, products exact, route
+            weight in the final sum, as `moe.fused_moe` has it.
     """
 
     dtype: torch.dtype = torch.float32
     linear: Literal["none", "e4m3"] = "none"
     kv: Literal["none", "e4m3"] = "none"
     index: Literal["none", "e2m1", "int8"] = "none"
-    experts: Literal["float", "int8"] = "float"
+    experts: Literal["float", "w4a8", "w4a16"] = "float"
 
 
 #: The function that the checkpoint's weights define: nothing is rounded below float32.
@@ -45,8 +47,10 @@ EXACT = Numerics()
 BF16 = Numerics(torch.bfloat16)
 #: DeepSeek's own inference code.
 OFFICIAL = Numerics(torch.bfloat16, linear="e4m3", kv="e4m3", index="e2m1")
-#: The SM80 runtime while experts compute in INT8; in its BF16 mode the experts are those of `BF16`.
-SM80 = Numerics(torch.bfloat16, index="int8", experts="int8")
+#: The SM80 runtime with one INT8 digit per activation of the experts, for many tokens at a time.
+SM80 = Numerics(torch.bfloat16, index="int8", experts="w4a8")
+#: The same with two digits, for few tokens at a time.
+SM80_W4A16 = replace(SM80, experts="w4a16")
 
 
 def linear(x: Tensor, weight: Tensor, numerics: Numerics, *, fp8: bool = True) -> Tensor:
@@ -67,22 +71,24 @@ def linear(x: Tensor, weight: Tensor, numerics: Numerics, *, fp8: bool = True) -
     return F.linear(x.float(), weight.float()).to(numerics.dtype)
 
 
-def int8_linear(x: Tensor, weight: Tensor, numerics: Numerics) -> Tensor:
-    """Multiply with inputs in INT8 per token.
+def digit_linear(x: Tensor, weight: Tensor, digits: int) -> Tensor:
+    """Multiply by an INT8_SHIFT matrix with inputs in INT8 digits, ``x @ weight.T``.
 
-    With weights of INT8_SHIFT the sum is that of an INT8 product, which is exact, times a power of two;
-    float64 holds it exactly, so numbers serve as well as codes do.
+    The sum is that of integers, times the row's power of two. float64 holds both, so the numbers that the
+    codes stand for serve as well as the codes do; the bits are those of `moe.grouped_gemm`.
 
     Args:
         x: [n, K].
-        weight: [N, K], any floating dtype.
-        numerics: Gives the dtype of the result.
+        weight: [N, K], any floating dtype; values of INT8_SHIFT.
+        digits: 1 or 2 INT8 digits per input, with one scale per row.
 
     Returns:
-        [n, N] in ``numerics.dtype``.
+        [n, N] float32.
     """
-    codes, scale = per_token_int8(x)
-    return (codes.double() @ weight.double().T * scale[:, None].double()).to(numerics.dtype)
+    codes, scale = quantize_activations(x, digits)
+    weights = torch.tensor(DIGIT_WEIGHTS[digits], dtype=torch.float64)
+    integers = (codes.double() * weights[:, None]).sum(1)
+    return (integers @ weight.double().T).float() * scale[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -99,16 +105,3 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else weight.float() * y).to(x.dtype)
-
-
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Return ``silu(min(gate, limit)) * clamp(up, -limit, limit)``.
-
-    Args:
-        gate, up: [..., I] bfloat16 or float32, outputs of ``w1`` and ``w3``.
-        limit: ``swiglu_limit``.
-
-    Returns:
-        [..., I] float32.
-    """
-    return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)

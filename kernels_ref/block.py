@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels_ref import mhc
-from kernels_ref.arithmetic import Numerics, int8_linear, linear, rms_norm, swiglu
+from kernels_ref.arithmetic import Numerics, digit_linear, linear, rms_norm
 from kernels_ref.compressor import OVERLAPPING, CompressorState, CompressorWeights, compress
 from kernels_ref.config import ModelConfig
 from kernels_ref.decisions import Decisions
+from kernels_ref.moe import limited_swiglu
 from kernels_ref.quantize import KV_GROUP, fake_e2m1, fake_e4m3, index_int8
 from kernels_ref.rotary import apply_rotary, hadamard, layer_frequencies, rotary_table
 from kernels_ref.router import choose_by_score, choose_by_token, route_weights, router_scores
@@ -286,11 +287,11 @@ class Block:
         total = torch.zeros(x.shape, dtype=torch.float32)
         for index in chosen.unique().tolist():
             token, slot = torch.where(chosen == index)
-            y = self._expert(x[token], self._source.expert(self.prefix, index), weights[token, slot, None])
+            y = self.expert(x[token], self._source.expert(self.prefix, index), weights[token, slot, None])
             total.index_add_(0, token, y)
         w1, w2, w3 = (self.weight(f"ffn.shared_experts.{w}.weight") for w in ("w1", "w2", "w3"))
         gate, up = linear(x, w1, self.numerics), linear(x, w3, self.numerics)
-        shared = swiglu(gate, up, self.config.swiglu_limit).to(self.numerics.dtype)
+        shared = limited_swiglu(gate.float(), up.float(), self.config.swiglu_limit).to(self.numerics.dtype)
         return (total + linear(shared, w2, self.numerics).float()).to(self.numerics.dtype)
 
     def route(self, x: Tensor, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -304,15 +305,24 @@ class Block:
             chosen = self._decisions.settle(f"{self.prefix}.ffn.gate", start, chosen)
         return chosen, route_weights(scores, chosen, self.config.route_scale)
 
-    def _expert(self, x: Tensor, expert: Expert, weight: Tensor) -> Tensor:
-        """Return ``weight * expert(x)``, [n, D] float32, for the rows [n, D] that chose this expert."""
-        limit, numerics = self.config.swiglu_limit, self.numerics
+    def expert(self, x: Tensor, expert: Expert, weight: Tensor) -> Tensor:
+        """Return ``weight * expert(x)``, [n, D] float32.
+
+        Args:
+            x: [n, D] normed inputs of the tokens that chose this expert.
+            expert: Its matrices.
+            weight: [n, 1] float32 route weights.
+        """
         w1, w2, w3 = expert.values()
-        if numerics.experts == "int8":
-            a = swiglu(int8_linear(x, w1, numerics), int8_linear(x, w3, numerics), limit).to(numerics.dtype)
-            return int8_linear(a, w2, numerics).float() * weight
-        a = swiglu(linear(x, w1, numerics), linear(x, w3, numerics), limit)
-        return linear((a * weight).to(numerics.dtype), w2, numerics).float()
+        limit, numerics = self.config.swiglu_limit, self.numerics
+        if numerics.experts == "float":
+            gate, up = linear(x, w1, numerics).float(), linear(x, w3, numerics).float()
+            a = limited_swiglu(gate, up, limit) * weight
+            return linear(a.to(numerics.dtype), w2, numerics).float()
+        digits = 1 if numerics.experts == "w4a8" else 2
+        gate, up = digit_linear(x, w1, digits), digit_linear(x, w3, digits)
+        a = limited_swiglu(gate, up, limit).to(numerics.dtype)
+        return digit_linear(a, w2, digits) * weight
 
 
 def index_scores(q: Tensor, keys: Tensor, weight: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def _in_pieces(model: Model, ids: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "numerics",
-    [EXACT, Numerics(linear="e4m3", kv="e4m3", index="e2m1"), Numerics(index="int8", experts="int8")],
+    [EXACT, Numerics(linear="e4m3", kv="e4m3", index="e2m1"), Numerics(index="int8", experts="w4a8")],
     ids=["exact", "official roundings", "sm80 roundings"],
 )
 def test_pieces_of_any_length_give_the_logits_of_the_whole(
