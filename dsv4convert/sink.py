@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import xxhash
 
 Task = Callable[[], None]
+Buffer = bytearray | memoryview
 
 
 class Sink:
@@ -27,28 +28,34 @@ class Sink:
         fd: Writable file descriptor; every write names its offset.
         buffers: Number of strips in flight.
         size: Bytes of each.
+        allocate: Makes a buffer of a size.
     """
 
-    def __init__(self, fd: int, buffers: int, size: int) -> None:
+    def __init__(
+        self, fd: int, buffers: int, size: int, allocate: Callable[[int], Buffer] = bytearray
+    ) -> None:
         self._fd = fd
-        self._pool: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._pool: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(buffers):
-            self._pool.put(bytearray(size))
+            self._pool.put(allocate(size))
         self._tasks: queue.Queue[Task | None] = queue.Queue(maxsize=2 * buffers)
         self._hashes: dict[str, xxhash.xxh3_128] = {}
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="sink", daemon=True)
         self._thread.start()
 
-    def take(self) -> bytearray:
-        """Return a free buffer; waits until the writer has finished with one."""
+    def take(self) -> Buffer:
+        """Return a free buffer; waits until the writer has finished with one.
+
+        The caller may hand a larger one to `write` in its place.
+        """
         self._raise_error()
         return self._pool.get()
 
     def write(
         self,
         tensor: str | None,
-        buffer: bytearray,
+        buffer: Buffer,
         count: int,
         offset: int,
         finish: Callable[[memoryview], None] | None = None,

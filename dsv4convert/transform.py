@@ -7,23 +7,25 @@ decided by the caller.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsv4convert.decoder import CpuDecoder, Decoder
 from dsv4convert.errors import Finding, finding
 from dsv4convert.formats.codes import count_mxfp4_overflow, count_nan_scales
-from dsv4convert.formats.fp8 import Fp8Decoder, Fp8Stats
+from dsv4convert.formats.fp8 import Fp8Stats
 from dsv4convert.formats.int8_shift import RepackStats
-from dsv4convert.formats.repack import Repacker, interleave, weigh
+from dsv4convert.formats.repack import weigh
 from dsv4convert.formats.spec import ceil_div
 from dsv4convert.header import ShardReader, TensorInfo
 from dsv4convert.plan import Op, Step
-from dsv4convert.sink import Sink
+from dsv4convert.sink import Buffer, Sink
 from dsv4convert.table import Role
 
 Bytes = NDArray[np.uint8]
@@ -52,13 +54,20 @@ class Transformer:
         reader: Reads the source.
         sink: Takes the output.
         progress: Called with the number of source bytes of each strip.
+        decoder: Does the arithmetic; the CPU by default.
     """
 
-    def __init__(self, reader: ShardReader, sink: Sink, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        reader: ShardReader,
+        sink: Sink,
+        progress: Callable[[int], None],
+        decoder: Decoder | None = None,
+    ) -> None:
         self._reader = reader
         self._sink = sink
         self._progress = progress
-        self._scratch = np.empty(STRIP, np.uint8)
+        self._decoder = decoder or CpuDecoder()
         self.outcome = Outcome()
 
     def run(self, steps: Sequence[Step]) -> Outcome:
@@ -74,10 +83,8 @@ class Transformer:
         return self.outcome
 
     def _read(self, source: TensorInfo, start: int, count: int) -> Bytes:
-        """Read bytes of a tensor into the scratch buffer; valid until the next read."""
-        if count > self._scratch.size:
-            self._scratch = np.empty(count, np.uint8)
-        view = self._scratch[:count]
+        """Read bytes of a tensor to where the decoder wants the next strip."""
+        view = self._decoder.staging(count)
         self._reader.pread_into(source, start, view.data)
         self._progress(count)
         return view
@@ -144,20 +151,17 @@ class Transformer:
 
     def _dequantize(self, step: Step) -> None:
         weight, scale = step.sources
-        n, k = weight.shape
-        decoder = _decoder(step.block, k)
+        k = weight.shape[1]
         scales = self._read_all(scale).reshape(scale.shape)
-        rows = _strip_rows(n, k, 2 * k, step.block[0])
-        stats = Fp8Stats()
-        for row in range(0, n, rows):
-            count = min(rows, n - row)
-            codes = self._read(weight, row * k, count * k).reshape(count, k)
-            buffer = self._sink.take()
-            out = _grown(buffer, 2 * count * k)[: 2 * count * k].view(np.int16).reshape(count, k)
-            first = row // step.block[0]
-            scale_rows = scales[first : first + ceil_div(count, step.block[0])]
-            stats += decoder.decode(codes, scale_rows, out, row=row)
-            self._sink.write(step.name, buffer, out.nbytes, step.start + 2 * row * k)
+        with _Flight(self._sink, self._decoder, step, Fp8Stats()) as flight:
+            for row, codes in self._rows_of(weight, k, 2 * k, step.block[0]):
+                buffer, out = flight.take(2 * codes.size)
+                first = row // step.block[0]
+                scale_rows = scales[first : first + ceil_div(len(codes), step.block[0])]
+                bits = out.view(np.int16).reshape(codes.shape)
+                wait = self._decoder.fp8(step.block, codes, scale_rows, bits, row)
+                flight.add(wait, buffer, out.nbytes, 2 * row * k)
+        stats = flight.stats
         if stats.nan_codes and stats.first_nan:
             self.outcome.findings.append(e4m3_nan(weight.name, stats.nan_codes, stats.first_nan))
         if stats.nan_scales and stats.first_nan_scale:
@@ -181,32 +185,34 @@ class Transformer:
         scale_step = next(s for s in group if s.name.endswith(".channel_scale"))
         weight, scale = codes_step.sources
         n, blocks = scale.shape
-        k, width = blocks * 32, codes_step.shape[1]
-        repacker = _repacker(k)
+        half, width = blocks * 16, codes_step.shape[1]
         scales = self._read_all(scale).reshape(n, blocks)
         self._check_nan_scales(scale, scales)
         shifts, channel = np.empty(shift_step.shape, np.uint8), np.empty(n, np.float32)
-        stats = RepackStats()
-        for row, packed in self._rows_of(weight, k // 2, width):
-            part = slice(row, row + len(packed))
-            if scales[part].max(initial=0) >= 253:
-                self._note_overflow(weight.name, packed, scales[part], row)
-            buffer = self._sink.take()
-            out = _grown(buffer, len(packed) * width)[: len(packed) * width].reshape(-1, width)
-            stats += repacker.remap(packed, scales[part], out, shifts[part], channel[part], row=row)
-            self._sink.write(codes_step.name, buffer, out.nbytes, codes_step.start + row * width, _interleave)
+        with _Flight(self._sink, self._decoder, codes_step, RepackStats(), self._decoder.finish) as flight:
+            for row, packed in self._rows_of(weight, half, width):
+                part = slice(row, row + len(packed))
+                if scales[part].max(initial=0) >= 253:
+                    self._note_overflow(weight.name, packed, scales[part], row)
+                buffer, out = flight.take(len(packed) * width)
+                codes = out.reshape(-1, width)
+                wait = self._decoder.mxfp4(packed, scales[part], codes, shifts[part], channel[part], row)
+                flight.add(wait, buffer, out.nbytes, row * width)
+        stats = flight.stats
         self._sink.write_small(shift_step.name, shifts.tobytes(), shift_step.start)
         self._sink.write_small(scale_step.name, channel.astype("<f4").tobytes(), scale_step.start)
         if not stats.exact:
             # Errors are relative to all weights of the tensor, so it is read once more, which is rare.
-            for row, packed in self._rows_of(weight, k // 2, width):
+            for row, packed in self._rows_of(weight, half, width):
                 stats += weigh(packed, scales[row : row + len(packed)])
         self._note_repack(weight, stats)
 
-    def _rows_of(self, weight: TensorInfo, width_in: int, width_out: int) -> Iterator[tuple[int, Bytes]]:
-        """Yield (first row, [R, K / 2] packed codes) of each strip; valid until the next one."""
+    def _rows_of(
+        self, weight: TensorInfo, width_in: int, width_out: int, multiple: int = 1
+    ) -> Iterator[tuple[int, Bytes]]:
+        """Yield (first row, [R, bytes of a row] stored codes) of each strip, as long as the decoder says."""
         n = weight.shape[0]
-        rows = _strip_rows(n, width_in, width_out, 1)
+        rows = _strip_rows(n, width_in, width_out, multiple)
         for row in range(0, n, rows):
             count = min(rows, n - row)
             yield row, self._read(weight, row * width_in, count * width_in).reshape(count, width_in)
@@ -220,6 +226,59 @@ class Transformer:
         if stats.low_rows:
             self.outcome.findings.append(low_rows(weight.name, stats))
         self.outcome.figures[weight.name.removesuffix(".weight")] = stats.as_dict()
+
+
+class _Flight:
+    """The strips of one tensor whose arithmetic is under way, oldest first.
+
+    Args:
+        sink: Takes their output.
+        decoder: Does the arithmetic; as many strips as its depth stay under way.
+        step: The step whose tensor they are strips of.
+        stats: The statistics of nothing, to which theirs are added.
+        finish: What the writing thread does to each of them first.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        decoder: Decoder,
+        step: Step,
+        stats: Any,
+        finish: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self._sink, self._decoder, self._step, self._finish = sink, decoder, step, finish
+        self._strips: deque[tuple[Callable[[], Any], Buffer, int, int]] = deque()
+        self.stats = stats
+
+    def take(self, size: int) -> tuple[Buffer, Bytes]:
+        """Return a buffer for a strip, larger than others if a single block row needs it, and its bytes."""
+        buffer = self._sink.take()
+        if len(buffer) < size:
+            buffer = self._decoder.allocate(size)
+        return buffer, np.frombuffer(buffer, np.uint8)[:size]
+
+    def add(self, wait: Callable[[], Any], buffer: Buffer, count: int, offset: int) -> None:
+        """Note a strip that was handed to the decoder, and hand older ones to the sink."""
+        self._strips.append((wait, buffer, count, offset))
+        self._land(self._decoder.depth)
+
+    def _land(self, left: int) -> None:
+        while len(self._strips) > left:
+            wait, buffer, count, offset = self._strips.popleft()
+            self.stats += wait()
+            self._sink.write(self._step.name, buffer, count, self._step.start + offset, self._finish)
+
+    def __enter__(self) -> _Flight:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._land(0)
+        # After an error nothing may still be writing into buffers that others will get.
+        for wait, *_ in self._strips:
+            with suppress(Exception):
+                wait()
 
 
 def group_steps(steps: Sequence[Step]) -> Iterable[list[Step]]:
@@ -269,27 +328,6 @@ def _strip_rows(n: int, bytes_in: int, bytes_out: int, multiple: int) -> int:
     """Return how many rows make a strip: whole block rows, both sides within one buffer if possible."""
     fitting = STRIP // max(bytes_in, bytes_out, 1)
     return min(n, max(multiple, fitting // multiple * multiple)) or 1
-
-
-def _grown(buffer: bytearray, size: int) -> Bytes:
-    """Return a buffer as an array, larger than it was if a single block row needs it."""
-    if len(buffer) < size:
-        buffer.extend(bytes(size - len(buffer)))
-    return np.frombuffer(buffer, np.uint8)
-
-
-def _interleave(view: memoryview) -> None:
-    interleave(np.frombuffer(view, np.uint8))
-
-
-@lru_cache(maxsize=32)
-def _repacker(k: int) -> Repacker:
-    return Repacker(k)
-
-
-@lru_cache(maxsize=32)
-def _decoder(block: tuple[int, int], k: int) -> Fp8Decoder:
-    return Fp8Decoder(block, k)
 
 
 # Findings about values; checks that convert nothing report the same ones. ----------------------------------

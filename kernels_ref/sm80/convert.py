@@ -210,7 +210,7 @@ def repack_mxfp4(
         num_warps=REPACK_WARPS,
     )
     if figures is not None:
-        figures.count(packed, scale)
+        figures.add_blocks(packed, scale)
     return out
 
 

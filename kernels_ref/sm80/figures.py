@@ -45,7 +45,7 @@ class RepackFigures(NamedTuple):
         exponents = torch.empty(3, rows, dtype=torch.int16, device=device)
         return cls(exponents, torch.zeros(COUNTS, dtype=torch.int64, device=device))
 
-    def count(self, packed: Tensor, scale: Tensor) -> None:
+    def add_blocks(self, packed: Tensor, scale: Tensor) -> None:
         """Count the doubled and the rounded blocks of weights whose `exponents` are known.
 
         Args:
