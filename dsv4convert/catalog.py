@@ -121,6 +121,8 @@ CATALOG: Mapping[str, Kind] = {
     "tp.split": Kind("error", "A tensor-parallel split would cut a block or group.", "choose another tensor-parallel size or layout"),
     "serve.context": Kind("error", "The context is longer than the model's `max_position_embeddings`.", "choose a shorter `--context`"),
     "serve.memory": Kind("error", "Weights and KV pools do not fit the cards.", "lower `--context` or `--concurrency`, or raise `--tp` or `--mem-fraction-static`; `docs/memory.md` has the formulas"),
+    "device.unavailable": Kind("error", "The device that was asked for cannot convert.", "convert with `--device cpu`, which gives the same bytes"),
+    "device.failed": Kind("error", "The GPU ran out of memory or failed during a conversion.", "run the same command with fewer `--jobs` or with `--device cpu`; finished shards are kept"),
     # A server and the machine it runs on.
     "serve.release": Kind("error", "The runtime of this project does not serve this model.", "`docs/releases.md` says which releases are served"),
     "serve.draft": Kind("error", "DSpark was asked for, and the checkpoint holds no DSpark draft.", "serve without `--dspark`, or convert a release that has the draft"),

@@ -16,6 +16,7 @@ from typing import Any, Final
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
 from dsv4convert.closing import close
 from dsv4convert.consume import Consumer, believe_again, require_consumable, source_is_gone
+from dsv4convert.device import decoder_of, device_faults, require_device
 from dsv4convert.errors import EnvironmentFault, Refused, errors_of, finding
 from dsv4convert.finished import finished_before
 from dsv4convert.header import Shard, ShardReader, read_header
@@ -73,6 +74,7 @@ def convert(
     progress: Progress | None = None,
     on_plan: Callable[[Plan, int], None] | None = None,
     consume: bool = False,
+    device: str = "cpu",
 ) -> Result:
     """Convert a checkpoint, or continue an interrupted conversion.
 
@@ -86,12 +88,14 @@ def convert(
         progress: Called with numbers of source bytes as they are done.
         on_plan: Called before the first byte with the plan and the source bytes still to be read.
         consume: Delete each source shard when what was made of it has been read back; see `consume`.
+        device: ``cpu``, or ``cuda`` for the same bytes made on a GPU.
 
     Returns:
         The result; the checkpoint is complete when there is a manifest.
 
     Raises:
-        ValueError: `jobs` or `part` asks for nothing, or `consume` comes with `part` or without a path.
+        ValueError: `jobs` or `part` asks for nothing, `device` is unknown, or `consume` comes with `part` or
+            without a path.
         Refused: source, destination or values are not acceptable; DST has no index.
         EnvironmentFault: disk or process trouble; the same call continues.
     """
@@ -99,6 +103,7 @@ def convert(
         raise ValueError(f"at least one job and a part (i, n) with 0 <= i < n, got jobs={jobs}, part={part}")
     if consume and (part or isinstance(source, Checkpoint)):
         raise ValueError("`consume` needs the path of a source and all of its shards")
+    require_device(device)
     # Resolved, so that `new/../dst` makes no directory `new`, and sentences have a path to show.
     root, limits = Path(destination).resolve(), limits or Limits()
     journal = Journal(root)
@@ -121,9 +126,9 @@ def convert(
         started = time.monotonic()
         deleted: tuple[str, ...] = ()
         if consume:
-            deleted = _consume(checkpoint, plan, journal, todo, jobs, limits, progress or _ignore)
+            deleted = _consume(checkpoint, plan, journal, todo, jobs, limits, progress or _ignore, device)
         else:
-            convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore)
+            convert_shards(checkpoint, root, todo, jobs, limits, progress or _ignore, device=device)
         seconds = time.monotonic() - started
         missing = tuple(s.name for s in plan.shards if journal.done(s) is None)
         if missing and part is None:
@@ -131,7 +136,7 @@ def convert(
         manifest = None
         # The jobs of an array never close: the last two could do so at the same moment.
         if not missing and part is None:
-            run = {"jobs": jobs, "seconds": round(seconds, 3)}
+            run = {"jobs": jobs, "device": device, "seconds": round(seconds, 3)}
             manifest = close(checkpoint, plan, journal, limits, run)
     reused = len(plan.shards) - len(todo) - len(missing)
     return Result(plan, len(todo), reused, missing, manifest, seconds, deleted)
@@ -167,6 +172,7 @@ def _consume(
     jobs: int,
     limits: Limits,
     progress: Progress,
+    device: str,
 ) -> tuple[str, ...]:
     """Convert shards and delete the source behind them; return the names of what was deleted."""
     with Consumer(checkpoint, plan, journal) as consumer:
@@ -184,7 +190,7 @@ def _consume(
             journal.record(record)
             consumer.offer(record)
 
-        convert_shards(checkpoint, journal.root, todo, jobs, limits, progress, done)
+        convert_shards(checkpoint, journal.root, todo, jobs, limits, progress, done, device)
         return tuple(consumer.deleted)
 
 
@@ -264,6 +270,7 @@ class _Task:
     sources: Mapping[str, Shard]
     root: Path
     limits: Limits
+    device: str
 
 
 def convert_shards(
@@ -274,6 +281,7 @@ def convert_shards(
     limits: Limits,
     progress: Progress,
     on_done: Callable[[ShardRecord], None] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Convert shards of a begun conversion and note each in its journal.
 
@@ -285,6 +293,7 @@ def convert_shards(
         limits: What is still acceptable.
         progress: Called with numbers of source bytes as they are done.
         on_done: Called with each finished shard; by default the journal's `record`.
+        device: What does the arithmetic; `require_device` has passed.
 
     Raises:
         Refused: values that must not or may not be converted.
@@ -293,7 +302,7 @@ def convert_shards(
     record = on_done or Journal(root).record
     # Workers get the shards' paths and identities, not their thousands of tensors.
     slim = {name: replace(shard, tensors=()) for name, shard in checkpoint.shards.items()}
-    tasks = [_Task(s, {n: slim[n] for n in _shards_read(s)}, root, limits) for s in todo]
+    tasks = [_Task(s, {n: slim[n] for n in _shards_read(s)}, root, limits, device) for s in todo]
     if jobs == 1 or len(tasks) == 1:
         for task in tasks:
             record(convert_shard(task, progress))
@@ -319,7 +328,7 @@ def convert_shard(task: _Task, progress: Progress) -> ShardRecord:
         _require_unchanged(reader, task.sources)
         with PendingFile(final, Journal(task.root).path, shard.file_bytes) as pending:
             pending.write(shard.header)
-            outcome, hashes = _stream(shard, reader, pending.fd, report)
+            outcome, hashes = _stream(task, reader, pending.fd, report)
             accepted = judge(outcome, task.limits)
             _require_unchanged(reader, task.sources)
             status = os.fstat(pending.fd)
@@ -354,16 +363,16 @@ class _Batched:
         self._count = 0
 
 
-def _stream(
-    shard: ShardPlan, reader: ShardReader, fd: int, progress: Progress
-) -> tuple[Outcome, dict[str, str]]:
-    sink = Sink(fd, _BUFFERS, STRIP)
-    try:
-        outcome = Transformer(reader, sink, progress).run(shard.steps)
-        return outcome, sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
+def _stream(task: _Task, reader: ShardReader, fd: int, progress: Progress) -> tuple[Outcome, dict[str, str]]:
+    with device_faults(task.shard.name):
+        decoder = decoder_of(task.device)
+        sink = Sink(fd, _BUFFERS, STRIP, decoder.allocate)
+        try:
+            outcome = Transformer(reader, sink, progress, decoder).run(task.shard.steps)
+            return outcome, sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
 
 
 def _require_unchanged(reader: ShardReader, sources: Mapping[str, Shard]) -> None:

@@ -41,10 +41,12 @@ LEVELS = {
     "listing": 3,
     "origin": 3,
     "place": 3,
+    "decoder": 4,
     "opening": 4,
     "table": 4,
     "validate.hashlists": 4,
     "checkpoint": 5,
+    "device": 5,
     "names": 5,
     "validate.hashing": 5,
     "validate.online": 5,
@@ -82,7 +84,7 @@ FOLDERS = {"cli", "probe", "releases", "runtime", "smoke", "vision", "webreport"
 # These re-export lazily: at import time they load nothing of ours. The number is what an importer sees.
 LAZY = {"": 0, "formats": 3}
 # The only modules that may use the kernels, and only inside functions (the kernels load torch).
-MAY_USE_KERNELS = {"convert", "probe", "runtime", "vision"}
+MAY_USE_KERNELS = {"device", "probe", "runtime", "vision"}
 
 FILE_BUDGET = 400
 FUNCTION_BUDGET = 80

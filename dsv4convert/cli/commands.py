@@ -14,7 +14,7 @@ import click
 from dsv4convert.cli import pages
 from dsv4convert.cli.download import check_download, contents_options
 from dsv4convert.cli.expect import expect_option, with_expectations
-from dsv4convert.cli.limits import limit_options
+from dsv4convert.cli.limits import device_option, limit_options
 from dsv4convert.cli.memory import memory_options
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
 from dsv4convert.cli.shell import EXIT_HELP, Commands, Shell, command_options, version_block
@@ -201,6 +201,7 @@ def plan(
     is_flag=True,
     help="DELETE each shard of SRC once what was made of it has been read back. Cannot be undone.",
 )
+@device_option
 @limit_options
 @command_options
 def convert(
@@ -211,6 +212,7 @@ def convert(
     jobs: int | None,
     shards: str | None,
     consume: bool,
+    device: str,
     allow_rounding: bool,
     max_relative_error: float | None,
     min_exact: float | None,
@@ -251,6 +253,7 @@ def convert(
             progress=bar,
             on_plan=planned,
             consume=consume,
+            device=device,
         )
     _show_result(shell, result, dst, src)
 

@@ -1,4 +1,4 @@
-"""The options of `convert` and `finalize` that say which losses are still acceptable."""
+"""The options of `convert` that say how its arithmetic is done, and which losses are still acceptable."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+
+#: Decides where the arithmetic is done; the bytes are the same.
+device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="What does the arithmetic; the bytes are the same. `cuda` needs a GPU and Triton.",
+)
 
 
 def limit_options(function: Callable[..., Any]) -> Callable[..., Any]:
