@@ -84,6 +84,48 @@ def _module_path(base: str) -> str:
     return ".".join(parts if parts[0] in ("stages", "lm_head") else ["model", *parts])
 
 
+#: Modules that SGLang fuses and asks about by the names of their parts; `wqkv_a` is not among them.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+def is_skipped(module: str, entries: Iterable[str]) -> bool:
+    """Tell whether SGLang 0.5.16 leaves a module unquantized, given a skip list.
+
+    A module whose parts are not skipped alike is none: SGLang refuses to build it.
+
+    Args:
+        module: Path of the runtime's module.
+        entries: The list as `config.json` holds it.
+
+    Source: ``layers/quantization/utils.py`` and ``Fp8Config.from_config`` of SGLang 0.5.16.
+    """
+    entries = tuple(entries)
+    if all(any(is_matched(entry, name) for entry in entries) for name in _asked(module)):
+        return True
+    # The name of one expert, written in full, skips all experts of its layer.
+    return (
+        "experts" in module
+        and _asked(module) == (module,)
+        and any(module in f for e in entries for f in _forms(e))
+    )
+
+
+def is_matched(entry: str, module: str) -> bool:
+    """Tell whether an entry matches a name that is asked about, or one of the parts of a fused module."""
+    return any(f".{form.rstrip('.')}." in f".{name}." for form in _forms(entry) for name in _asked(module))
+
+
+def _forms(entry: str) -> tuple[str, str]:
+    # Lists come with and without the first component.
+    base = entry.removeprefix("model.")
+    return base, f"model.{base}"
+
+
+def _asked(module: str) -> tuple[str, ...]:
+    head, _, leaf = module.rpartition(".")
+    return tuple(f"{head}.{part}" for part in _PARTS[leaf]) if leaf in _PARTS else (module,)
+
+
 def converted_config(
     config: Mapping[str, Any], units: Iterable[Unit], layout: Layout, revision: str | None
 ) -> dict[str, Any]:

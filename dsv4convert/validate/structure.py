@@ -16,7 +16,14 @@ from dsv4convert.catalog import CATALOG
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import Finding, encodable, errors_of, finding
 from dsv4convert.formats.spec import PACKING, ROUNDING
-from dsv4convert.handoff import SECTION, SKIP_KEYS, runtime_modules, split_findings
+from dsv4convert.handoff import (
+    SECTION,
+    SKIP_KEYS,
+    is_matched,
+    is_skipped,
+    runtime_modules,
+    split_findings,
+)
 from dsv4convert.journal import DIRECTORY, INDEX, MANIFEST
 from dsv4convert.names import Layout, official_shard_count
 from dsv4convert.survey import Survey, survey
@@ -213,7 +220,7 @@ def _skip_list_findings(key: str, entries: Any, seen: Survey) -> Iterator[Findin
         yield finding("config.skip-list", key, "is not a list of names", found=repr(entries)[:60])
         return
     dense, other = runtime_modules(seen.units)
-    uncovered = [m for m in dense if not any(_path_match(e, m) for e in entries)]
+    uncovered = [m for m in dense if not is_skipped(m, entries)]
     if uncovered:
         problem = (
             f"{len(uncovered):,} BF16 modules are not skipped: a loader would quantize them again silently"
@@ -222,14 +229,15 @@ def _skip_list_findings(key: str, entries: Any, seen: Survey) -> Iterator[Findin
         if draft and len(draft) == len(uncovered):
             problem = "a draft projection is not skipped: drafts would hardly ever be accepted, silently"
         yield finding("config.skip-list", key, problem, expected=f"an entry that matches `{uncovered[0]}`")
-    dead = [e for e in entries if not any(_path_match(e, m) for m in (*dense, *other))]
+    experts = [m for m in other if m.endswith(".experts") and is_skipped(m, entries)]
+    if experts:
+        problem = (
+            f"the routed experts of {len(experts):,} layers are skipped: a loader would expect them in BF16"
+        )
+        yield finding("config.skip-list", key, problem, expected=f"no entry that matches `{experts[0]}`")
+    dead = [e for e in entries if not any(is_matched(e, m) for m in (*dense, *other))]
     for entry in dead:
         yield finding("config.skip-entry", key, f"`{entry[:80]}` matches no module of the runtime")
-
-
-def _path_match(entry: str, module: str) -> bool:
-    """Match as SGLang 0.5.16 does: the entry's dotted components, one after the other, anywhere."""
-    return f".{entry}." in f".{module}."
 
 
 def _section_findings(checkpoint: Checkpoint, layout: Layout) -> Iterator[Finding]:
