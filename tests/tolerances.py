@@ -32,5 +32,14 @@ W4A16_ERROR = 0.006
 FLOAT32_MODELS = 1e-5
 #: The same, largest difference over the standard deviation of the logits. Measured 1e-5.
 FLOAT32_MODELS_MAX = 5e-5
+#: Logits of the tiny model `plain` against the exact ones, decisions replayed: BF16 between operations, with
+#: experts in BF16 or in two INT8 digits. Measured 1.0e-2.
+BF16_MODEL = 3e-2
+#: The same with experts in one INT8 digit, or with weights that the repack rounds. Measured 2.2e-2.
+SM80_MODEL = 5e-2
+#: The same with the roundings of the official model, and between it and SM80. Measured 9e-2.
+OFFICIAL_MODEL = 0.15
+#: The same, mean Kullback-Leibler divergence in nats. Measured 4e-3.
+OFFICIAL_MODEL_KL = 1e-2
 #: Largest relative error of a route weight in float32: a dot product of 4096, a root and a division.
 ROUTE_WEIGHT = 1e-6

@@ -110,6 +110,12 @@ def _scale_bytes(largest: Tensor, limit: float) -> Tensor:
     return (torch.log2(largest / limit).ceil() + 127).to(torch.uint8)
 
 
+def mxfp4_matrix(w: Tensor) -> Tensor:
+    """Round a matrix [N, K] to MXFP4 and return its values, bfloat16."""
+    codes, scales = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in _mxfp4(w))
+    return dequantize_mxfp4(codes.reshape(len(w), -1), scales.reshape(len(w), -1))
+
+
 def _mxfp4(w: Tensor) -> tuple[bytes, bytes]:
     blocks = w.unflatten(1, (-1, 32))
     scales = _scale_bytes(blocks.abs().amax(-1), 6.0)
