@@ -125,6 +125,7 @@ def build(work: Path, out: Path, arch: str) -> None:
             out / f"{name}.so",
         ]
         command += [f"-L{cuda / 'lib'}", f"-L{ffi / 'lib'}", "-ltvm_ffi", "-Xlinker", "-s"]
+        command += ["-Xlinker", "-rpath=$ORIGIN/tvm_ffi/lib"]
         running.append((name, subprocess.Popen(command, env=os.environ | {"CUDA_HOME": str(cuda)})))
     failed = [name for name, process in running if process.wait()]
     if failed:
@@ -156,7 +157,7 @@ def main() -> None:
     build(work, out, options.arch)
     for name in PYTHON:
         unpack(wheels, "sglang-0.5.16-*.whl", out, name)
-    ignored = shutil.ignore_patterns("3rdparty", "include", "cpp", "cython", "src", "share", "*_testing.so")
+    ignored = shutil.ignore_patterns("3rdparty", "include", "cpp", "cython", "src", "share")
     shutil.copytree(work / "ffi" / "tvm_ffi", out / "tvm_ffi", ignore=ignored)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {size / 1e6:.1f} MB")

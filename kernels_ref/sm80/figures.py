@@ -58,7 +58,7 @@ class RepackFigures(NamedTuple):
             scale.view(torch.uint8),
             self.exponents,
             self.counts,
-            self.exponents.shape[1],
+            blocks,
             scale.shape[-1],
             TILE=FIGURES_TILE,
         )
@@ -99,10 +99,10 @@ def remapping(delta):
 
 
 @triton.jit
-def _figures_kernel(packed, scales, exponents, counts, n, blocks, TILE: tl.constexpr):
-    """Count the blocks outside delta 0..3 of TILE blocks; reads codes only where a scale allows for one."""
+def _figures_kernel(packed, scales, exponents, counts, total, blocks, TILE: tl.constexpr):
+    """Count the blocks outside delta 0..3 of TILE blocks; codes are read only where a scale allows for one."""
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = block < n.to(tl.int64) * blocks
+    inside = block < total
     scale = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
     e_max = tl.load(exponents + block // blocks, mask=inside, other=0).to(tl.int32) - 1
     delta = e_max - scale

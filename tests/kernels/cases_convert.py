@@ -44,6 +44,7 @@ def _repack(k: int, counted: bool) -> Case:
         {**absent, **tile, "FIGURES": counted},
         divisible=set(sizes),
         num_warps=convert.REPACK_WARPS,
+        maxnreg=convert.REPACK_REGISTERS,
     )
 
 
@@ -53,8 +54,8 @@ CASES = [
     Case(
         "figures",
         figures._figures_kernel,
-        _PACKED | _FIGURES | {"n": "i32", "blocks": "i32"},
+        _PACKED | _FIGURES | {"total": "i32", "blocks": "i32"},
         {"TILE": figures.FIGURES_TILE},
-        divisible={"n", "blocks"},
+        divisible={"total", "blocks"},
     ),
 ]
