@@ -100,7 +100,7 @@ def remapping(delta):
 
 @triton.jit
 def _figures_kernel(packed, scales, exponents, counts, total, blocks, TILE: tl.constexpr):
-    """Count the blocks outside delta 0..3 of TILE blocks; codes are read only where a scale allows for one."""
+    """Count the blocks outside delta 0..3 of TILE blocks; reads codes only where a scale allows for one."""
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = block < total
     scale = tl.load(scales + block, mask=inside, other=0).to(tl.int32)

@@ -44,7 +44,7 @@ def _repack(k: int, counted: bool) -> Case:
         {**absent, **tile, "FIGURES": counted},
         divisible=set(sizes),
         num_warps=convert.REPACK_WARPS,
-        maxnreg=convert.REPACK_REGISTERS,
+        maxnreg=None if counted else convert.REPACK_REGISTERS,
     )
 
 
