@@ -21,7 +21,7 @@ from kernels_ref.tensors import Int8Shift
 #: Codes of an FP8 tile, and most of its rows; packed bytes of a repack tile.
 FP8_TILE, FP8_ROWS, REPACK_BYTES = 4096, 16, 4096
 FP8_WARPS, REPACK_WARPS = 4, 2
-#: Registers of a thread of the repack without figures: its rare path would take 168, for fewer threads at once.
+#: Registers of a thread of the repack without figures; its rare path would take 168, so fewer threads.
 REPACK_REGISTERS = 128
 
 
