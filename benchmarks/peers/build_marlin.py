@@ -157,7 +157,7 @@ def main() -> None:
     build(work, out, options.arch)
     for name in PYTHON:
         unpack(wheels, "sglang-0.5.16-*.whl", out, name)
-    ignored = shutil.ignore_patterns("3rdparty", "include", "cpp", "cython", "src", "share")
+    ignored = shutil.ignore_patterns("3rdparty", "include", "src", "share")
     shutil.copytree(work / "ffi" / "tvm_ffi", out / "tvm_ffi", ignore=ignored)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: {size / 1e6:.1f} MB")
