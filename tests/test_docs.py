@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 PAGES = [*READMES, *sorted(DOCS.glob("*.md"))]
-GENERATED = ("commands.md", "errors.md")
+GENERATED = ("commands.md", "errors.md", "patches.md")
 COLUMNS = 120
 
 # A marked block is run; the text block right after it, if there is one, is what it prints.
@@ -138,8 +138,19 @@ def test_prose_fits_the_column_limit(page: Path) -> None:
 
 # ---- commands
 
-#: Options of pip, hf and our own scripts that the pages name on their own.
-OPTIONS_OF_OTHERS = {"--force-download", "--include", "--local-dir", "--no-deps", "--revision"}
+#: Options of pip, hf, docker, SGLang and our own scripts that the pages name on their own.
+OPTIONS_OF_OTHERS = {
+    "--chunked-prefill-size",
+    "--force-download",
+    "--grpc-port",
+    "--include",
+    "--ipc",
+    "--local-dir",
+    "--no-deps",
+    "--quantization",
+    "--revision",
+    "--shm-size",
+}
 
 
 def _code(page: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ import click
 from dsv4convert.cli.commands import directory
 from dsv4convert.cli.progress import gib
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, fail
-from dsv4convert.errors import Exit, Finding, errors_of, finding
+from dsv4convert.errors import Exit, Finding, Refused, errors_of, finding
 from dsv4convert.memory import Demand
 
 if TYPE_CHECKING:
@@ -222,8 +222,7 @@ def _start(launch: Launch, found: Preflight) -> tuple[list[str], dict[str, str]]
     from dsv4convert.runtime.launch import arguments, chunk_size, command, variables
 
     if found.budget is None:
-        problem = "no memory budget could be made, so that no context can be chosen"
-        raise click.UsageError(problem)
+        raise Refused(found.findings)
     context, left = found.budget.context, found.budget.left
     sglang = arguments(launch, name=found.name, context=context, chunk=chunk_size(context, left))
     return command(launch, sglang), variables(launch, os.environ)

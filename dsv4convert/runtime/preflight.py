@@ -15,7 +15,7 @@ from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import Dsv4Error, Finding, errors_of, finding
 from dsv4convert.formats.spec import PACKING
 from dsv4convert.handoff import split_findings
-from dsv4convert.memory import CARD_BYTES, GpuMemory, budgets, is_served
+from dsv4convert.memory import CARD_BYTES, GpuMemory, budgets, is_served, read_positions
 from dsv4convert.names import Layout
 from dsv4convert.runtime import contract, machine
 from dsv4convert.runtime.installation import findings as sglang_findings
@@ -167,6 +167,9 @@ def _model_findings(launch: Launch, seen: Survey) -> Iterator[Finding]:
     if seen.geometry.vision is not None:
         problem = f"{seen.title} has a vision tower, and this version serves text models only"
         yield finding("serve.release", where, problem)
+    if read_positions(seen.checkpoint.config) is None:
+        problem = "positions, window or rope are not described, so that no memory budget can be made"
+        yield finding("config.field", "max_position_embeddings", problem)
     named = seen.checkpoint.config.get("architectures")
     if named != [ARCHITECTURE]:
         problem, expected = "names another model class than the one the shim knows", f"`[{ARCHITECTURE!r}]`"

@@ -192,7 +192,9 @@ def _in_background(target: Callable[..., None], argument: Any) -> threading.Thre
 @contextmanager
 def _signals(events: queue.SimpleQueue[tuple[str, int]]) -> Iterator[None]:
     """Turn the signals that end a program into events."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    # `nohup` ignores the hang-up before we begin, and that is to last.
+    numbers += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     # A simple queue may be used in a handler, whatever the interrupted code was doing.
     before = {number: signal.signal(number, lambda n, frame: events.put(("signal", n))) for number in numbers}
     try:
