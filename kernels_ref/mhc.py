@@ -79,11 +79,11 @@ def expand(y: Tensor, h: Tensor, mixing: Mixing) -> Tensor:
     Returns:
         [T, hc, D] in the dtype of `h`.
     """
-    new = mixing.post[..., None] * y.float()[:, None]
+    kept = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
     # One old stream at a time: all at once would need hc times the memory of the streams.
     for old, row in zip(h.unbind(1), mixing.comb.unbind(1), strict=True):
-        new = new + row[..., None] * old.float()[:, None]
-    return new.to(h.dtype)
+        kept += row[..., None] * old.float()[:, None]
+    return (mixing.post[..., None] * y.float()[:, None] + kept).to(h.dtype)
 
 
 def collapse_head(h: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: ModelConfig) -> Tensor:

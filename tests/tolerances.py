@@ -41,5 +41,12 @@ SM80_MODEL = 5e-2
 OFFICIAL_MODEL = 0.15
 #: The same, mean Kullback-Leibler divergence in nats. Measured 4e-3.
 OFFICIAL_MODEL_KL = 1e-2
+#: Logits of a sequence in pieces against the whole, activations rounded, decisions replayed: a sum in another
+#: order may put a value on the other side of a border between two codes. Measured 8e-3.
+ROUNDED_IN_PIECES = 3e-2
+#: Elements, relative: ten float32 operations on numbers of one sign.
+FLOAT32_STEPS = 1e-5
+#: Elements near 1, absolute: rotation by angles of up to 100, which float32 holds to 2^-18.
+FLOAT32_ROTATION = 3e-5
 #: Largest relative error of a route weight in float32: a dot product of 4096, a root and a division.
 ROUTE_WEIGHT = 1e-6
