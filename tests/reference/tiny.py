@@ -147,7 +147,8 @@ class Weights:
     """
 
     stored: dict[str, Tensor]
-    _decoded: dict[str, Tensor] = field(default_factory=dict)
+    # `init=False`: whatever is made with other tensors begins with nothing decoded.
+    _decoded: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     @classmethod
     def read(cls, root: Path) -> Weights:
@@ -162,8 +163,9 @@ class Weights:
     def changed(self, name: str, change: Callable[[Tensor], Tensor]) -> Weights:
         """Return the same with one tensor as stored replaced."""
         base = name.rpartition(".")[0]
-        decoded = {known: x for known, x in self._decoded.items() if known != base}
-        return Weights(self.stored | {name: change(self.stored[name].clone())}, decoded)
+        made = Weights(self.stored | {name: change(self.stored[name].clone())})
+        made._decoded.update({known: x for known, x in self._decoded.items() if known != base})
+        return made
 
     def tensor(self, name: str) -> Tensor:
         """See `kernels_ref.source.Source`."""
