@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 STARTED = time.perf_counter()
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 #: Name, layout, storage of the weights that are converted, limit of the ratio to `cp`.
 SETS = (

@@ -18,11 +18,13 @@ from dsv4convert.formats.spec import INT8_SHIFT, MXFP4, fp8_block
 from kernels_ref.sm80.figures import RepackFigures, remapping
 from kernels_ref.tensors import Int8Shift
 
-#: Codes of an FP8 tile, and most of its rows; packed bytes of a repack tile.
-FP8_TILE, FP8_ROWS, REPACK_BYTES = 4096, 16, 4096
-FP8_WARPS, REPACK_WARPS = 4, 2
-#: Registers of a thread of the repack without figures; its rare path would take 168, so fewer threads.
-REPACK_REGISTERS = 128
+#: Codes of an FP8 tile, most of its rows, its warps.
+FP8_TILE, FP8_ROWS, FP8_WARPS = 4096, 16, 4
+#: Packed bytes of a repack tile for each of its warps.
+REPACK_BYTES = 2048
+#: Registers of a thread of the repack, without and with figures. By itself the compiler takes 168, for the rare
+#: path; so many threads that the memory stays busy need fewer.
+REPACK_REGISTERS = {False: 128, True: 144}
 
 
 def dequantize_fp8_block(
@@ -62,8 +64,9 @@ def dequantize_fp8_block(
         source = torch.nn.functional.pad(source, (0, 4 - k % 4))
         target = torch.empty(source.shape, dtype=torch.int16, device=source.device)
     tile = fp8_tile(block, scales.shape[1])
-    grid = (triton.cdiv(scales.shape[1], tile["BLOCKS"]), triton.cdiv(n, tile["ROWS"]))
-    _fp8_kernel[grid](
+    # One axis: the second of a grid ends at 65535, and blocks of one row may be more.
+    tiles = triton.cdiv(scales.shape[1], tile["BLOCKS"]) * triton.cdiv(n, tile["ROWS"])
+    _fp8_kernel[(tiles,)](
         source.view(torch.int32),
         scales.view(torch.uint8),
         target.view(torch.int64),
@@ -93,6 +96,11 @@ def repack_tile(groups: int) -> dict[str, int]:
     return {"ROWS": max(1, min(REPACK_BYTES // (64 * groups), 32)), "GROUPS": groups}
 
 
+def repack_warps(tile: dict[str, int]) -> int:
+    """Return the warps of a tile of `repack_tile`."""
+    return max(1, 64 * tile["ROWS"] * tile["GROUPS"] // REPACK_BYTES)
+
+
 @triton.jit
 def _fp8_kernel(
     codes,
@@ -109,8 +117,9 @@ def _fp8_kernel(
     COUNT: tl.constexpr,
 ):
     """Decode a tile of ROWS x BLOCKS x WORDS words of four codes that lies in one row of blocks."""
-    first_row = tl.program_id(1) * ROWS
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    across = tl.cdiv(grid_columns, BLOCKS)
+    first_row = tl.program_id(0) // across * ROWS
+    block = tl.program_id(0) % across * BLOCKS + tl.arange(0, BLOCKS)
     row = (first_row + tl.arange(0, ROWS))[:, None, None]
     column = (block[:, None] * WORDS + tl.arange(0, WORDS)[None, :])[None, :, :]
     grid_row = first_row // BLOCK_ROWS
@@ -209,8 +218,8 @@ def repack_mxfp4(
         groups,
         **tile,
         FIGURES=figures is not None,
-        num_warps=REPACK_WARPS,
-        maxnreg=None if figures else REPACK_REGISTERS,
+        num_warps=repack_warps(tile),
+        maxnreg=REPACK_REGISTERS[figures is not None],
     )
     if figures is not None:
         figures.add_blocks(packed, scale)

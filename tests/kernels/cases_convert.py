@@ -43,8 +43,8 @@ def _repack(k: int, counted: bool) -> Case:
         _PACKED | _STORED | (_FIGURES if counted else {}) | sizes,
         {**absent, **tile, "FIGURES": counted},
         divisible=set(sizes),
-        num_warps=convert.REPACK_WARPS,
-        maxnreg=None if counted else convert.REPACK_REGISTERS,
+        num_warps=convert.repack_warps(tile),
+        maxnreg=convert.REPACK_REGISTERS[counted],
     )
 
 

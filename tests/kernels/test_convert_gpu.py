@@ -49,7 +49,13 @@ def test_fp8_gives_every_product_of_a_code_and_a_scale(code: str, draw: torch.Ge
 
 @pytest.mark.parametrize(
     ("n", "k", "block"),
-    [*weights.FP8_SHAPES, (512, 4096, (128, 128)), (96, 7168, (32, 32)), (64, 256, (1, 32))],
+    [
+        *weights.FP8_SHAPES,
+        (512, 4096, (128, 128)),
+        (96, 7168, (32, 32)),
+        # More tiles of rows than the second axis of a grid could have.
+        (70_000, 32, (1, 32)),
+    ],
 )
 def test_fp8_of_any_shape(code: str, n: int, k: int, block: tuple[int, int], draw: torch.Generator) -> None:
     codes, scales = weights.fp8((n, k), block, draw)
