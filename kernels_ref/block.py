@@ -283,16 +283,24 @@ class Block:
         Returns:
             [T, D]; summed in float32, rounded once.
         """
+        return (self.routed(x, ids, start) + self.shared(x).float()).to(self.numerics.dtype)
+
+    def routed(self, x: Tensor, ids: Tensor, start: int = 0) -> Tensor:
+        """Return the weighted sum of the chosen experts, [T, D] float32; arguments as those of `experts`."""
         chosen, weights = self.route(x, ids, start)
         total = torch.zeros(x.shape, dtype=torch.float32)
         for index in chosen.unique().tolist():
             token, slot = torch.where(chosen == index)
             y = self.expert(x[token], self._source.expert(self.prefix, index), weights[token, slot, None])
             total.index_add_(0, token, y)
+        return total
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return the output of the shared expert, [T, D] in ``numerics.dtype``."""
         w1, w2, w3 = (self.weight(f"ffn.shared_experts.{w}.weight") for w in ("w1", "w2", "w3"))
         gate, up = linear(x, w1, self.numerics), linear(x, w3, self.numerics)
-        shared = limited_swiglu(gate.float(), up.float(), self.config.swiglu_limit).to(self.numerics.dtype)
-        return (total + linear(shared, w2, self.numerics).float()).to(self.numerics.dtype)
+        a = limited_swiglu(gate.float(), up.float(), self.config.swiglu_limit).to(self.numerics.dtype)
+        return linear(a, w2, self.numerics)
 
     def route(self, x: Tensor, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the experts of each token, [T, k] int64, and their weights, [T, k] float32."""
