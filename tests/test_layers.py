@@ -59,6 +59,7 @@ LEVELS = {
     "journal": 8,
     "synth": 8,
     "transform": 8,
+    "golden": 9,
     "limits": 9,
     "manifest": 9,
     "standin": 9,

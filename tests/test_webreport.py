@@ -101,11 +101,11 @@ def look_up(tree: Any, keys: list[str]) -> Iterator[Any]:
         for name in tree:
             if fnmatch.fnmatchcase(name, keys[0]):
                 yield from look_up(tree[name], keys[1:])
-    elif isinstance(tree, list) and keys[0] == "*":
-        yield from tree
     elif isinstance(tree, list):
-        pooled, first = keys[0].endswith(".."), int(keys[0].removesuffix(".."))
-        yield from tree[first:] if pooled else tree[first : first + 1]
+        first = 0 if keys[0] == "*" else int(keys[0].removesuffix(".."))
+        pooled = keys[0] == "*" or keys[0].endswith("..")
+        for item in tree[first:] if pooled else tree[first : first + 1]:
+            yield from look_up(item, keys[1:])
 
 
 WORK: dict[str, Callable[[list[Any]], Any]] = {
@@ -118,12 +118,13 @@ WORK: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def expected_number(source: str, manifest: Any) -> Any:
+def expected_number(source: str, manifest: Any, golden: Any = None) -> Any:
     """Look a source up, by the rules that `docs/report.md` gives to readers."""
     work, slash, pointer = source.partition("/")
     assert slash, source
     keys = [key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")]
-    return WORK[work.strip()](list(look_up(manifest, keys)))
+    tree = golden if "golden:" in work else manifest
+    return WORK[work.replace("golden:", "").strip()](list(look_up(tree, keys)))
 
 
 @pytest.mark.parametrize(("layout", "numbers"), [("int8", 150), ("mxfp4", 40), ("served", 450)])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _EVERY_SECONDS = 10.0
 _IDS_SHOWN = 12
+_PARTS = ("attention", "routed", "shared", "streams")
 
 
 def _parse_ids(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -105,7 +106,7 @@ def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, 
 
 def _write_golden(probed: Probed, target: Path) -> bool:
     """Write the golden file, unless the checkpoint is not what it should be."""
-    from dsv4convert.probe.golden import encode_golden
+    from dsv4convert.golden import encode_golden
     from dsv4convert.writer import write_bytes
 
     if probed.ok():
@@ -115,7 +116,8 @@ def _write_golden(probed: Probed, target: Path) -> bool:
 
 def _verdict(probed: Probed, shown: Path) -> str:
     if not probed.ok():
-        return f"FAILED: {len(probed.findings):,} findings; no golden file was written"
+        count = len(probed.findings)
+        return f"FAILED: {count:,} finding{'s' if count > 1 else ''}; no golden file was written"
     agreement = probed.golden["agreement"]
     if agreement is None:
         return f"{shown}: {len(probed.golden['steps'])} tokens; compared with nothing"
@@ -169,13 +171,13 @@ def _quoted(text: str) -> str:
 def _agreement_lines(agreement: Mapping[str, Any]) -> Iterator[str]:
     reference = agreement["reference"]
     yield f"  reference  {printable(reference['name'])}, layout {reference['layout']}, numerics exact"
-    heads = f"{'attention':>11}{'experts':>11}{'streams':>11}{'same experts':>14}{'same entries':>14}"
+    heads = "".join(f"{part:>11}" for part in _PARTS) + f"{'same experts':>14}{'same entries':>14}"
     yield f"  {'layer':<11}{heads}"
     for row in agreement["layers"]:
-        errors = "".join(f"{_error(row[key]):>11}" for key in ("attention", "experts", "streams"))
+        errors = "".join(f"{_error(row[key]):>11}" for key in _PARTS)
         picked = "-" if row["picked"] is None else f"{row['picked']:.2%}"
         yield f"  {row['layer']:<11}{errors}{row['chosen']:>14.2%}{picked:>14}"
-    yield f"  {'logits':<11}{'':>22}{_error(agreement['logits']):>11}"
+    yield f"  {'logits':<11}{'':>33}{_error(agreement['logits']):>11}"
     count = len(agreement["tokens"])
     yield f"  tokens     {agreement['equal_tokens']} of {count} equal to the reference's"
     if agreement["limit"]:

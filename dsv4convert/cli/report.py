@@ -29,8 +29,16 @@ from dsv4convert.errors import Exit, encodable, errors_of
     metavar="FILE.json",
     help="Show a check of DST saved by `converted --json`; repeatable.",
 )
+@click.option(
+    "--golden",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Show what `probe` wrote. [default: DST's name with `-golden.json`, if it is in this directory]",
+)
 @command_options
-def report(shell: Shell, dst: Path, output: Path | None, saved: tuple[Path, ...]) -> None:
+def report(
+    shell: Shell, dst: Path, output: Path | None, saved: tuple[Path, ...], golden: Path | None
+) -> None:
     """Write one HTML page about the conversion in DST: what was made, lost and checked.
 
     Needs `pip install 'dsv4convert[report]'`. The structure is checked on the way; errors are shown on the
@@ -39,7 +47,11 @@ def report(shell: Shell, dst: Path, output: Path | None, saved: tuple[Path, ...]
     from dsv4convert.webreport import make_page
     from dsv4convert.writer import write_bytes
 
-    page = make_page(dst, saved)
+    beside = Path(f"{dst.resolve().name}-golden.json")
+    if golden is None and beside.is_file():
+        shell.say(f"showing {beside}")
+        golden = beside
+    page = make_page(dst, saved, golden)
     target = (output or Path(f"{dst.resolve().name}-report.html")).absolute()
     data = page.html.encode()
     write_bytes(target, target.parent, data)

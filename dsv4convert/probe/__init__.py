@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import Dsv4Error, Finding, Refused, errors_of, finding
+from dsv4convert.golden import describe, make_golden
 from dsv4convert.names import Layout
-from dsv4convert.probe.golden import describe, make_golden
 from dsv4convert.probe.prompt import Prompt, Vocabulary, check_prompt
 from dsv4convert.survey import Survey, survey
 from dsv4convert.validate.provenance import read_manifest
@@ -129,7 +129,7 @@ def probe(
     text = vocabulary.decode if vocabulary else None
     steps = [step.as_dict(text) for step in job.steps]
     answer = text([step.token for step in job.steps]) if text else None
-    golden = make_golden(seen, given, numerics, steps, answer, job.agreement())
+    golden = make_golden(seen, given.as_dict(), numerics, steps, answer, job.agreement())
     return Probed(golden, job.findings(), tuple(job.layers), tuple(job.further), _peak_bytes())
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kernels_ref.decisions import Decisions
 
 
+_ROUTED: Final = "ffn.experts"
+_SHARED: Final = "ffn.shared_experts"
+
+
 class Expectation(str, Enum):
     """What two checkpoints owe each other."""
 
@@ -54,7 +58,7 @@ class Row(NamedTuple):
 
     Attributes:
         layer: ``layers.N``.
-        attention, experts: Error of the sublayers' outputs; after a repack, on the reference's streams.
+        attention, routed, shared: Error of their outputs; after a repack, on the reference's streams.
         streams: Error after the layer, everything before it included.
         chosen: Share of the reference's experts that the checkpoint chooses by itself.
         picked: The same of the indexer's entries; None where the layer has none.
@@ -62,7 +66,8 @@ class Row(NamedTuple):
 
     layer: str
     attention: float
-    experts: float
+    routed: float
+    shared: float
     streams: float
     chosen: float
     picked: float | None
@@ -118,7 +123,8 @@ class Comparison:
         return Row(
             layer,
             relative_error(inside.attention, theirs.attention),
-            relative_error(inside.experts, theirs.experts),
+            relative_error(inside.routed, theirs.routed),
+            relative_error(inside.shared, theirs.shared),
             relative_error(streams, theirs.streams),
             self._overlap(f"{layer}.ffn.gate") or 0.0,
             self._overlap(f"{layer}.attn.indexer"),
@@ -147,7 +153,8 @@ class Comparison:
         if self.embedded:
             yield _differs("embed", self.embedded)
         for row in self.rows:
-            for part, error in (("attn", row.attention), ("ffn", row.experts), ("hc_ffn", row.streams)):
+            parts = (row.attention, row.routed, row.shared, row.streams)
+            for part, error in zip(("attn", _ROUTED, _SHARED, "hc_ffn"), parts, strict=True):
                 if error:
                     yield _differs(f"{row.layer}.{part}", error)
         if self.logits:
@@ -156,18 +163,18 @@ class Comparison:
     def _repacked(self) -> Iterator[Finding]:
         if self.embedded:
             yield _differs("embed", self.embedded)
-        limit = self.limit or 0.0
-        found = False
+        limit, found = self.limit or 0.0, False
         for row in self.rows:
-            if row.attention:
-                yield _differs(f"{row.layer}.attn", row.attention)
-            elif row.experts and row.layer in self.exact_layers:
-                yield _differs(f"{row.layer}.ffn", row.experts)
-            elif row.experts > limit:
-                yield _beyond(f"{row.layer}.ffn", row.experts, limit)
-            else:
-                continue
-            found = True
+            lossless = row.layer in self.exact_layers
+            for part, error in (("attn", row.attention), (_ROUTED, row.routed), (_SHARED, row.shared)):
+                if error and (part != _ROUTED or lossless):
+                    yield _differs(f"{row.layer}.{part}", error)
+                elif error > limit:
+                    yield _beyond(f"{row.layer}.{part}", error, limit)
+                else:
+                    continue
+                found = True
+                break
         if not found and self.logits > limit:
             yield _beyond("head", self.logits, limit)
 

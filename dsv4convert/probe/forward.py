@@ -44,12 +44,14 @@ class Sublayers(NamedTuple):
 
     Attributes:
         attention: [T, D] output of the attention, before it is written to the streams.
-        experts: [T, D] output of routed and shared experts together.
+        routed: [T, D] weighted sum of the routed experts.
+        shared: [T, D] output of the shared expert, which is added to it.
         streams: [T, hc, D] after the layer.
     """
 
     attention: Tensor
-    experts: Tensor
+    routed: Tensor
+    shared: Tensor
     streams: Tensor
 
 
@@ -103,20 +105,20 @@ class Run:
         """
         block, state = self._model.blocks[index], self._state.blocks[index]
         start = state.position
-        outputs: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
 
-        def sublayer(kind: str, h: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-            def observed(x: Tensor) -> Tensor:
-                outputs[kind] = self._finite(f"{block.prefix}.{kind}", function(x))
-                return outputs[kind]
+        def finite(part: str, found: Tensor) -> Tensor:
+            parts[part] = self._finite(f"{block.prefix}.{part}", found)
+            return found
 
-            return block.sublayer(kind, h, observed)
+        def experts(x: Tensor) -> Tensor:
+            routed = finite("ffn.experts", block.routed(x, self._ids, start))
+            return (routed + finite("ffn.shared_experts", block.shared(x)).float()).to(x.dtype)
 
         h = self.streams if streams is None else streams
-        h = sublayer("attn", h, lambda x: block.attention(x, state))
-        h = sublayer("ffn", h, lambda x: block.experts(x, self._ids, start))
-        self.streams = h
-        return Sublayers(outputs["attn"], outputs["ffn"], h)
+        h = block.sublayer("attn", h, lambda x: finite("attn", block.attention(x, state)))
+        self.streams = finite("hc_ffn", block.sublayer("ffn", h, experts))
+        return Sublayers(parts["attn"], parts["ffn.experts"], parts["ffn.shared_experts"], self.streams)
 
     def logits(self) -> Tensor:
         """Return the logits after the last token, [V] float32."""

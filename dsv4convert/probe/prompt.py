@@ -40,6 +40,10 @@ class Prompt:
     text: str | None = None
     chat: bool = False
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {"ids": list(self.ids), "text": self.text, "chat": self.chat}
+
 
 class Vocabulary:
     """The tokenizer of a checkpoint.

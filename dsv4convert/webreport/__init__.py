@@ -15,6 +15,7 @@ from typing import NamedTuple
 from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.journal import MANIFEST
+from dsv4convert.survey import survey
 from dsv4convert.validate.provenance import read_manifest
 from dsv4convert.validate.report import Report
 from dsv4convert.validate.structure import check_converted
@@ -30,18 +31,20 @@ class Page(NamedTuple):
     report: Report
 
 
-def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = ()) -> Page:
+def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: Path | None = None) -> Page:
     """Check the structure of a conversion and make the page about it.
 
     Args:
         path: A checkpoint that `convert` has finished.
         saved: Files with the output of ``converted --json`` on the same checkpoint.
+        golden: A file that `probe` wrote about it.
 
     Raises:
-        Refused: it is no finished conversion of this tool, or a saved check is about something else.
+        Refused: it is no finished conversion of this tool, or one of the files is about something else.
         EnvironmentFault: a library is missing, or reading failed.
     """
     _require_libraries()
+    from dsv4convert.webreport.answers import read_answers
     from dsv4convert.webreport.cited import Manifest
     from dsv4convert.webreport.facts import read_facts
     from dsv4convert.webreport.page import render_page
@@ -58,7 +61,8 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = ()) -> Page:
         raise Refused(finding("report.no-manifest", MANIFEST, problem))
     facts = read_facts(Manifest(tree))
     checks = [report, *(read_saved(file, report) for file in saved)]
-    return Page(render_page(checkpoint.root.name, facts, checks), report)
+    answers = read_answers(golden, survey(checkpoint)) if golden else None
+    return Page(render_page(checkpoint.root.name, facts, checks, answers), report)
 
 
 def _require_libraries() -> None:

@@ -14,6 +14,7 @@ from dsv4convert import __version__
 from dsv4convert.errors import errors_of
 from dsv4convert.files import printable
 from dsv4convert.validate.report import Report
+from dsv4convert.webreport.answers import Answers
 from dsv4convert.webreport.budget import CARDS
 from dsv4convert.webreport.facts import PROJECTIONS, Facts
 from dsv4convert.webreport.figures import heat_map, histogram
@@ -27,13 +28,14 @@ class Check(NamedTuple):
     state: str
 
 
-def render_page(name: str, facts: Facts, reports: Sequence[Report]) -> str:
+def render_page(name: str, facts: Facts, reports: Sequence[Report], answers: Answers | None = None) -> str:
     """Return the page.
 
     Args:
         name: Name of the checkpoint's directory.
         facts: What the manifest says.
         reports: The structural check that was just made, then saved ones.
+        answers: What a probe found.
     """
     checks = [_check(report) for report in reports]
     environment = Environment(
@@ -52,6 +54,7 @@ def render_page(name: str, facts: Facts, reports: Sequence[Report]) -> str:
         memory=facts.memory,
         cards=CARDS,
         checks=checks,
+        answers=answers,
         overall=_overall(checks),
         manifest_sha256=reports[0].facts["manifest_sha256"],
     )

@@ -20,7 +20,6 @@ from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, encodable, 
 from dsv4convert.files import parse_json, printable
 from dsv4convert.journal import MANIFEST
 from dsv4convert.plan import source_digest
-from dsv4convert.probe.prompt import Prompt
 from dsv4convert.survey import Survey
 
 SCHEMA: Final = "dsv4convert-golden-1"
@@ -57,7 +56,7 @@ def _manifest_digest(root: Path) -> str | None:
 
 def make_golden(
     seen: Survey,
-    prompt: Prompt,
+    prompt: Mapping[str, Any],
     numerics: str,
     steps: Iterable[Mapping[str, Any]],
     text: str | None,
@@ -67,7 +66,7 @@ def make_golden(
 
     Args:
         seen: The checkpoint that ran.
-        prompt: What it was given.
+        prompt: What it was given: ``ids``, ``text`` (None for ids) and ``chat``.
         numerics: Name of the arithmetic.
         steps: Per answered token: ``token``, ``margin`` and ``top``.
         text: The answer as text; None without a tokenizer.
@@ -78,7 +77,7 @@ def make_golden(
         "tool": {"name": "dsv4convert", "version": __version__},
         "checkpoint": describe(seen),
         "numerics": numerics,
-        "prompt": {"ids": list(prompt.ids), "text": prompt.text, "chat": prompt.chat},
+        "prompt": dict(prompt),
         "steps": [dict(step) for step in steps],
         "text": text,
         "agreement": agreement,
@@ -183,12 +182,16 @@ def _is_step(step: Any) -> bool:
     if not isinstance(step, dict) or not _is(step.get("token"), int) or not _is_number(step.get("margin")):
         return False
     top = step.get("top")
-    return isinstance(top, list) and all(
-        isinstance(row, dict)
-        and _is(row.get("token"), int)
-        and _is(row.get("text"), str | None)
-        and _is_number(row.get("logprob"))
-        for row in top
+    return (
+        isinstance(top, list)
+        and bool(top)
+        and all(
+            isinstance(row, dict)
+            and _is(row.get("token"), int)
+            and _is(row.get("text"), str | None)
+            and _is_number(row.get("logprob"))
+            for row in top
+        )
     )
 
 
@@ -208,7 +211,7 @@ def _is_agreement(agreement: Mapping[str, Any]) -> bool:
 
 
 def _is_layer(row: Any) -> bool:
-    numbers = ("attention", "experts", "streams", "chosen")
+    numbers = ("attention", "routed", "shared", "streams", "chosen")
     return (
         isinstance(row, dict)
         and _is(row.get("layer"), str)
