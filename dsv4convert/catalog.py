@@ -138,6 +138,7 @@ CATALOG: Mapping[str, Kind] = {
     "sglang.commit": Kind("error", "The checkout of SGLang is at another commit.", "check out the commit that the message names"),
     "sglang.library": Kind("error", "A library that SGLang needs for this model is not installed.", "install SGLang with its dependencies; see `docs/serving.md`"),
     "sglang.pin": Kind("warning", "A library is another version than the one SGLang pins or the kernels were tested with.", "install the pinned version; nothing else was tested"),
+    "sglang.compiler": Kind("warning", "A program is missing that compiles kernels at the first start.", "install the CUDA toolkit, ninja and a C++ compiler, or bring filled caches along"),
     "key.missing": Kind("error", "The key file cannot be read.", "make one with `dsv4convert keygen FILE`"),
     "key.mode": Kind("error", "Other users have access to the key file.", "run `chmod 600` on it, and make a new key if others may have read it"),
     "key.owner": Kind("error", "The key file belongs to another user.", "make one of your own with `dsv4convert keygen FILE`"),

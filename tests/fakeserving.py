@@ -154,6 +154,9 @@ class FakeServing:
             self.put(name, text)
         for name, version in VERSIONS.items():
             self.version(name, version)
+        for name in ("nvcc", "ninja", "c++", "gcc"):
+            self.put(f"bin/{name}", "#!/bin/sh\n")
+            (self.root / "bin" / name).chmod(0o755)
         self.cards([A100])
         self.plan()
 
@@ -183,7 +186,10 @@ class FakeServing:
     def environ(self, **more: str) -> dict[str, str]:
         """Return an environment in which these packages come first."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG", "DSV4", "ENABLE_"))}
-        return {**kept, "PYTHONPATH": os.fspath(self.root), **more}
+        for name in ("CUDA_HOME", "CUDA_PATH", "CC", "CXX"):
+            kept.pop(name, None)
+        path = os.pathsep.join((os.fspath(self.root / "bin"), kept.get("PATH", os.defpath)))
+        return {**kept, "PATH": path, "PYTHONPATH": os.fspath(self.root), **more}
 
     def command(self, *arguments: object) -> list[str]:
         """Return the command that runs ``dsv4convert`` in this world."""

@@ -15,7 +15,7 @@ import click
 from dsv4convert.cli.commands import directory
 from dsv4convert.cli.progress import gib
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, fail
-from dsv4convert.errors import Exit, Finding, Refused, errors_of, finding
+from dsv4convert.errors import EnvironmentFault, Exit, Finding, Refused, errors_of, finding
 from dsv4convert.memory import Demand
 
 if TYPE_CHECKING:
@@ -152,8 +152,9 @@ def _preflight_lines(found: Preflight, strict: bool) -> Iterator[str]:
     for line in found.not_checked:
         yield f"  NOT checked  {line}"
     errors = len(errors_of(found.findings))
-    warnings = len(found.findings) - errors
-    yield "ready to serve" if found.ok(strict=strict) else f"NOT ready: {errors} errors, {warnings} warnings"
+    counts = ((errors, "error"), (len(found.findings) - errors, "warning"))
+    told = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    yield "ready to serve" if found.ok(strict=strict) else f"NOT ready: {told}"
 
 
 @click.command(epilog=EXIT_HELP)
@@ -266,7 +267,11 @@ def _run(
 
     words, variables = _start(launch, found)
     key = read_key(launch.key_file) if launch.key_file else ""
-    log = ServerLog(log_file, key, None if shell.quiet else shell.say)
+    try:
+        log = ServerLog(log_file, key, None if shell.quiet else shell.say)
+    except OSError as error:
+        problem = f"the log cannot be written: {error.strerror}"
+        raise EnvironmentFault(finding("io.write", os.fspath(log_file), problem)) from None
     guards = Guards(launch.tp, launch.dspark, launch.backend)
 
     def ready(seconds: float) -> None:

@@ -54,7 +54,7 @@ def findings(found: Installation | None, modules: Mapping[str, Any]) -> Iterator
         )
         return
     # A checkout on top of the tag calls itself 0.5.16.post1.dev3 or the like.
-    if found.version is not None and found.version != contract.VERSION:
+    if found.version is not None and found.version.partition("+")[0] != contract.VERSION:
         problem = "is another version than the one the shim was written against"
         expected, shown = contract.VERSION, found.version
         yield finding("sglang.version", "sglang", problem, expected=expected, found=shown, hint=_INSTALL)
@@ -65,6 +65,12 @@ def findings(found: Installation | None, modules: Mapping[str, Any]) -> Iterator
         yield finding("sglang.commit", "sglang", problem, expected=expected, found=shown, hint=hint)
     yield from gate.changed_files(found.root)
     yield from _libraries(modules)
+    absent = [name for name, path in modules["compilers"].items() if path is None]
+    if absent:
+        problem = (
+            "kernels that are in no cache yet cannot be compiled, which ends the server at its first token"
+        )
+        yield finding("sglang.compiler", ", ".join(absent), problem, found="not on the path")
 
 
 def _libraries(modules: Mapping[str, Any]) -> Iterator[Finding]:

@@ -155,6 +155,8 @@ def contradictions(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
         owner = name if name in _OWNED else next((o for o in _OWNED if o.startswith(name)), None)
         if owner is not None:
             yield owner, _OWNED[owner]
+    if value_of(extra, "--log-level") not in (None, "debug", "info"):
+        yield "--log-level", "the lines of the shim that `serve` waits for are of level info"
 
 
 def value_of(extra: Sequence[str], name: str) -> str | None:
@@ -223,11 +225,19 @@ def variables(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
     return {
         **contract.environment(launch.backend),
         "PYTHONPATH": os.pathsep.join(_search_path(base.get("PYTHONPATH", ""))),
+        **_programs(base.get("PATH", os.defpath)),
         # Lines of a dying process must not stay in its buffer.
         "PYTHONUNBUFFERED": "1",
         # Everything is in DST: a start must not wait for a hub that cannot be reached.
         "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
     }
+
+
+def _programs(inherited: str) -> dict[str, str]:
+    """Return a PATH with the programs beside this Python, if they are not there already."""
+    # A service that starts an environment without activating it does not find its `ninja`.
+    beside = os.path.dirname(sys.executable)
+    return {} if beside in inherited.split(os.pathsep) else {"PATH": f"{beside}{os.pathsep}{inherited}"}
 
 
 def _search_path(inherited: str) -> Iterator[str]:

@@ -224,6 +224,7 @@ def _check_sglang(modules: Mapping[str, Any], notes: _Notes) -> None:
         "version": place.version if place else None,
         "commit": place.commit if place else None,
         "versions": modules["versions"],
+        "compilers": modules["compilers"],
     }
     notes.facts["shim"] = shim
     if not shim["installed"]:

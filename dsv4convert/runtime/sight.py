@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -60,8 +62,21 @@ def see_modules() -> dict[str, Any]:
         "sglang": spec.origin if spec else None,
         "versions": {name: _version(name) for name in ("sglang", *NEEDED)},
         "requires": _requires("sglang"),
+        "compilers": compilers(),
         "shim": contract.status(),
         "loaded": [name for name in ("sglang", "torch", "triton") if name in sys.modules],
+    }
+
+
+def compilers() -> dict[str, str | None]:
+    """Return the programs that compile kernels at a first start, each as TVM-FFI and Triton look for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [os.path.join(home, "bin")] if home else [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return {
+        "nvcc": shutil.which("nvcc", path=os.pathsep.join(places)),
+        "ninja": shutil.which("ninja"),
+        "c++": shutil.which(os.environ.get("CXX", "c++")),
+        "cc": shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("clang"),
     }
 
 

@@ -25,6 +25,7 @@ from dsv4convert.runtime.launch import (
     variables,
 )
 from tests.conftest import Ran
+from tests.test_schemas import require
 from tests.toy import Toybox
 
 LAUNCH = Launch(Path("/m"), 4, True, "127.0.0.1", 30000, None, Demand(context=131072, concurrency=8))
@@ -101,6 +102,7 @@ def shown(
     """Return ``shown(toy, *options)``: what `serve --dry-run` prints, places of this machine replaced."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PATH", f"/usr/bin:{os.path.dirname(sys.executable)}")
     for name in [n for n in os.environ if n.startswith(("SGLANG", "ENABLE_", "DSV4", "HF_HUB"))]:
         monkeypatch.delenv(name)
     home = Path(dsv4convert.__file__).resolve().parent.parent
@@ -138,6 +140,7 @@ def test_shown_command_is_what_a_shell_runs(cli: Callable[..., Ran], toys: Toybo
     options = ("serve", toys.original("int8"), "--dry-run", "-q", "--tp", 1)
     extra = ("--", "--served-model-name", "a 'quoted' $name")
     text, page = cli(*options, *extra).out, cli(*options, "--json", *extra).json()
+    require("serve", page)
     text = text.replace(f"\n  {sys.executable} ", "\n  printf '%s\\n' ")
     printed = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout
     assert printed.splitlines() == page["command"][1:]
@@ -205,6 +208,8 @@ def test_key_file_is_named_and_no_key_is_needed_without_one() -> None:
         (["--skip-server-warmup"], "--skip-server-warmup"),
         (["--model", "x"], "--model"),
         (["--ep", "2"], "--ep"),
+        (["--log-level", "warning"], "--log-level"),
+        (["--log-level=error"], "--log-level"),
     ],
 )
 def test_arguments_that_serve_sets_are_refused_without_their_value(
@@ -273,6 +278,12 @@ def test_environment_holds_the_contract_and_keeps_the_path() -> None:
     assert path[0] == os.fspath(contract.SITE) and path[-2:] == ["/a", "/b"] and "" not in path
     # A second `serve` in a process that the first one started adds nothing.
     assert variables(LAUNCH, made)["PYTHONPATH"] == made["PYTHONPATH"]
+
+
+def test_programs_beside_python_are_found_without_an_activated_environment() -> None:
+    beside = os.path.dirname(sys.executable)
+    assert variables(LAUNCH, {"PATH": "/usr/bin"})["PATH"] == f"{beside}:/usr/bin"
+    assert "PATH" not in variables(LAUNCH, {"PATH": f"/usr/bin:{beside}"})
 
 
 def test_a_choice_of_the_user_about_the_hub_stays() -> None:

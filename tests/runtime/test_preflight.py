@@ -25,6 +25,7 @@ from dsv4convert.runtime.launch import Launch
 from dsv4convert.runtime.preflight import Preflight, check_launch, preflight
 from tests.conftest import Ran
 from tests.fakeserving import A100, FakeServing
+from tests.test_schemas import require, validator
 from tests.toy import Toy, Toybox
 
 # SHA-256 of "stock\n", by `printf 'stock\n' | sha256sum`.
@@ -84,6 +85,7 @@ def test_a_machine_that_can_serve(launch: Launch, fake: FakeServing) -> None:
     assert found.facts["gpus"] == [A100]
     assert found.budget and found.facts["memory"]["card_bytes"] == A100["total_bytes"]
     assert any("no tensor byte was read" in line for line in found.not_checked)
+    require("preflight", found.as_dict())
 
 
 def test_command_prints_the_verdict(
@@ -98,8 +100,16 @@ def test_command_prints_the_verdict(
     fake.cards([])
     bad = cli(*arguments, "--json")
     page = bad.json()
+    require("preflight", page)
     assert bad.exit_code == 1 and page["ok"] is False and page["errors"] == 1
     assert [f["code"] for f in page["findings"] if f["severity"] == "error"] == ["gpu.count"]
+
+
+def test_schema_refuses_an_unknown_key(launch: Launch) -> None:
+    page = check_launch(launch, {}).as_dict()
+    require("preflight", page)
+    assert not validator("preflight").is_valid({**page, "new": 1})
+    assert not validator("preflight").is_valid({**page, "facts": {**page["facts"], "new": 1}})
 
 
 def test_everything_wrong_is_told_at_once(
@@ -214,6 +224,7 @@ def test_releases(
 def test_a_directory_that_is_not_there(launch: Launch, fake: FakeServing, tmp_path: Path) -> None:
     fake.cards([])
     found = preflight(replace(launch, root=tmp_path / "nothing"), fake.environ())
+    require("preflight", found.as_dict())
     assert codes(found) == ["dir.not-found", "gpu.count"]
 
 
@@ -269,6 +280,8 @@ SGLANG: dict[str, tuple[Callable[[FakeServing], object], list[str]]] = {
     "other torch": (lambda f: f.version("torch", "2.12.0+cu130"), ["sglang.pin"]),
     "other triton": (lambda f: f.version("triton", "3.7.0"), ["sglang.pin"]),
     "unpinned library": (lambda f: f.version("apache-tvm-ffi", "0.1.12"), []),
+    "local build of the version": (lambda f: f.version("sglang", "0.5.16+g1234567"), []),
+    "a checkout behind the tag": (lambda f: f.version("sglang", "0.5.16.post1"), ["sglang.version"]),
     "right commit": (lambda f: _git(f, COMMIT + "\n"), []),
     "right commit on a branch": (
         lambda f: _git(f, "ref: refs/heads/main\n", refs__heads__main=COMMIT + "\n"),
@@ -291,6 +304,19 @@ def test_sglang(case: str, launch: Launch, fake: FakeServing) -> None:
     if checkout.exists():
         environ["PYTHONPATH"] = os.pathsep.join((os.fspath(checkout), environ["PYTHONPATH"]))
     assert codes(preflight(launch, environ)) == expected
+
+
+def test_compilers(launch: Launch, fake: FakeServing) -> None:
+    bare = {**fake.environ(), "PATH": os.fspath(fake.root / "bin")}
+    assert codes(preflight(launch, bare)) == []
+    (fake.root / "bin" / "ninja").unlink()
+    fault = one(preflight(launch, bare), "sglang.compiler")
+    assert fault.where == "ninja" and fault.severity == "warning"
+    # CUDA_HOME decides when it is set, as in TVM-FFI.
+    found = preflight(launch, {**bare, "CUDA_HOME": os.fspath(fake.root)})
+    assert one(found, "sglang.compiler").where == "ninja"
+    found = preflight(launch, {**bare, "CUDA_HOME": os.fspath(fake.root / "nowhere")})
+    assert one(found, "sglang.compiler").where == "nvcc, ninja"
 
 
 def test_shim_hidden_by_another_sitecustomize(

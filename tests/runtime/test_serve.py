@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from dsv4convert.runtime.guards import Guards
 from dsv4convert.runtime.keys import make_key, read_key
 from dsv4convert.runtime.logs import ServerLog
 from tests.fakeserving import FakeServing, guard_lines
+from tests.test_schemas import require
 from tests.toy import Toybox
 
 #: Two cores and several processes that start Python: a start takes seconds.
@@ -190,6 +192,19 @@ def test_systemd_hears_of_it(serve: Callable[..., Running], fake: FakeServing, t
     assert running.end() == 143
 
 
+def test_json_has_an_object_when_it_is_ready_and_one_when_it_died(
+    serve: Callable[..., Running], fake: FakeServing
+) -> None:
+    fake.plan(lines=guard_lines(), dies_after=2.0)
+    running = serve("--json", "-q")
+    assert running.end() == 4
+    ready, died = map(json.loads, "".join(running.out).replace("}\n{", "}\0{").split("\0"))
+    require("serve", ready)
+    require("error", died)
+    assert ready["guards"][1].startswith("dsv4convert guard: model=")
+    assert [f["code"] for f in died["findings"]] == ["serve.died"]
+
+
 # ---- servers that do not
 
 
@@ -252,6 +267,11 @@ def test_failed_preflight_starts_nothing(
     assert running.end() == 3
     assert "[gpu.count]" in running.said() and "[key.mode]" in running.said()
     assert not (tmp_path / "log").exists()
+
+
+def test_log_that_cannot_be_made_starts_nothing(serve: Callable[..., Running], tmp_path: Path) -> None:
+    running = serve("--log-file", tmp_path / "nowhere" / "log")
+    assert running.end() == 4 and "[io.write]" in running.said() and "key_given" not in running.said()
 
 
 def test_server_process_refuses_without_the_shim(fake: FakeServing, tmp_path: Path) -> None:
