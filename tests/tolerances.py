@@ -16,6 +16,8 @@ BF16_ROUNDING = 2**-9
 #: Share of INT8 codes that may differ by one from a reference whose float32 sums have another order: such a
 #: value lies within 1e-6 of the middle between two codes.
 CODE_FLIPS = 1e-3
+#: Parts of split keys, rounded to float16 against their largest magnitude: half a unit of 11 bits.
+FLOAT16_PARTS = 2**-11
 #: Attention with probabilities and result rounded to bfloat16.
 ATTENTION_BF16 = 4e-3
 

@@ -27,8 +27,11 @@ from kernels_ref.sm80.device import blocks_at_once
 HEADS = 16
 #: Keys of a tile.
 KEYS = 32
-# Two tiles and the queries take 81 KiB: exactly two blocks fit one multiprocessor of an A100.
-_WARPS, _STAGES, _BLOCKS_PER_PROCESSOR = 4, 3, 2
+_WARPS, _SLICES = 4, 4
+# Tiles of a round and stages of the pipeline: for split keys, where a block has few tiles and the latency of
+# one counts, and for whole lists. Two tiles and the queries take 81 KiB either way: exactly two blocks fit
+# one multiprocessor of an A100.
+_SPLIT, _WHOLE, _BLOCKS_PER_PROCESSOR = (1, 3), (2, 2), 2
 # What `splits_of` counts beside tiles, and how far it goes.
 _BLOCK_TILES, _JOIN_TILES, _MOST_SPLITS = 3, 2, 32
 _LOG2E = math.log2(math.e)
@@ -36,21 +39,24 @@ _LOG2E = math.log2(math.e)
 _UP = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@triton.jit(do_not_specialize=["heads", "splits", "width1", "row1", "width2", "row2"])
+@triton.jit(do_not_specialize=["heads", "groups", "splits", "width1", "row1", "width2", "row2"])
 def _attend(
     Q, C1, I1, L1, C2, I2, L2, SINK, OUT, PARTIAL, STATS,
-    scale, heads, splits, q_row, q_head, o_row, o_head, width1, row1, width2, row2,
-    TWO: tl.constexpr, SPLIT: tl.constexpr, GROUPS: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr,
+    scale, heads, groups, splits, q_row, q_head, o_row, o_head, width1, row1, width2, row2,
+    TWO: tl.constexpr, SPLIT: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SLICES: tl.constexpr,
+    KEYS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     # Neighbours share a token, so that its rows are gathered from memory once and from L2 afterwards.
     pid = tl.program_id(0)
-    group = pid % GROUPS
-    split = pid // GROUPS % splits
-    t = (pid // (GROUPS * splits)).to(tl.int64)
+    group = pid % groups
+    split = pid // groups % splits
+    t = (pid // (groups * splits)).to(tl.int64)
     head = group * H + tl.arange(0, H)
     mine = head < heads
-    dim = tl.arange(0, D)
+    # Rows are cut into slices of their 512 dims: each slice is a chain of products of its own, and what one
+    # warp waits for in a tile is the longest chain.
+    W: tl.constexpr = D // SLICES
+    dim = tl.arange(0, W)
 
     length1 = tl.minimum(tl.load(L1 + t), width1)
     tiles1 = tl.maximum(length1 + KEYS - 1, 0) // KEYS
@@ -60,70 +66,128 @@ def _attend(
         length2 = tl.minimum(tl.load(L2 + t), width2)
         tiles = tiles1 + tl.maximum(length2 + KEYS - 1, 0) // KEYS
         list2 = I2 + t * row2
-    share = tl.cdiv(tiles, splits)
+    share = tl.cdiv(tl.cdiv(tiles, splits), TILES) * TILES
     first = split * share
     last = tl.minimum(first + share, tiles)
 
-    index, rows = _listed(first, tiles1, C1, list1, length1, C2, list2, length2, TWO, KEYS)
+    index, rows = _listed(first, tiles1, C1, list1, length1, C2, list2, length2, TWO, KEYS, TILES)
     # Rows of other heads may hold anything: they are never read.
-    q = tl.load(Q + t * q_row + head[:, None] * q_head + dim[None, :], mask=mine[:, None], other=0.0)
-    if UP:
-        q = q.to(tl.float32)
+    q_at = Q + t * q_row + head[:, None] * q_head + dim[None, :]
+    q, acc = (), ()
+    for n in tl.static_range(SLICES):
+        q += (_as_operand(tl.load(q_at + n * W, mask=mine[:, None], other=0.0), UP),)
+        acc += (tl.zeros([H, W], tl.float32),)
     top = tl.full([H], -float("inf"), tl.float32)
     # One sum per key of the tile: summing them up waits until the end, where it costs barriers once.
     totals = tl.zeros([H, KEYS], tl.float32)
-    acc = tl.zeros([H, D], tl.float32)
-    for i in tl.range(first, last, num_stages=STAGES):
-        valid = index >= 0
-        # The copy itself fills holes with zeros, so what lies in unlisted rows never enters.
-        k = tl.load(rows + index.to(tl.int64)[:, None] * D + dim[None, :], mask=valid[:, None], other=0.0)
-        # One tile ahead: a copy then waits for memory once, not for its index and then for its row.
-        index, rows = _listed(i + 1, tiles1, C1, list1, length1, C2, list2, length2, TWO, KEYS)
-        if UP:
-            k = k.to(tl.float32)
-        s = tl.dot(q, tl.trans(k)) * scale
-        s = tl.where(valid[None, :], s, -float("inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        totals = totals * shrink[:, None] + p
-        acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None])
-        top = new
+    for i in tl.range(first, last, TILES, num_stages=STAGES):
+        k, valid = (), ()
+        for m in tl.static_range(TILES):
+            valid += (index[m] >= 0,)
+            k_at = rows[m] + index[m].to(tl.int64)[:, None] * D + dim[None, :]
+            for n in tl.static_range(SLICES):
+                # The copy itself fills holes with zeros, so what lies in unlisted rows never enters.
+                k += (_as_operand(tl.load(k_at + n * W, mask=valid[m][:, None], other=0.0), UP),)
+        # A round ahead: a copy then waits for memory once, not for its index and then for its row.
+        index, rows = _listed(i + TILES, tiles1, C1, list1, length1, C2, list2, length2, TWO, KEYS, TILES)
+        scores = _scores(q, k, valid, scale, SLICES, TILES)
+        new = scores[0]
+        for m in tl.static_range(1, TILES):
+            new = tl.maximum(new, scores[m])
+        peak = tl.maximum(top, tl.max(new, 1))
+        safe = tl.where(peak == -float("inf"), 0.0, peak)
+        shrink = tl.exp2(top - safe)[:, None]
+        totals *= shrink
+        for m in tl.static_range(TILES):
+            p = tl.exp2(scores[m] - safe[:, None])
+            totals += p
+            sums = ()
+            for n in tl.static_range(SLICES):
+                so_far = acc[n] * shrink if m == 0 else acc[n]
+                sums += (tl.dot(p.to(q[0].dtype), k[m * SLICES + n], so_far),)
+            acc = sums
+        top = peak
 
     total = tl.sum(totals, 1)
     if SPLIT:
-        part = (t * splits + split) * heads + head
-        tl.store(STATS + part * 2, top, mask=mine)
-        tl.store(STATS + part * 2 + 1, total, mask=mine)
-        # A split without tiles leaves its part unwritten, and `_join` does not read it.
-        used = mine & (first < last)
-        tl.store(PARTIAL + part[:, None] * D + dim[None, :], acc, mask=used[:, None])
+        # A split without tiles leaves its part unwritten, and `_join` does not use it.
+        _store_part(PARTIAL, STATS, (t * splits + split) * heads + head, mine, mine & (first < last),
+                    acc, top, total, H, D, SLICES)  # fmt: skip
     else:
-        sink = tl.load(SINK + head, mask=mine, other=0.0)
-        o = acc * _share(top, top, total, sink)[:, None]
-        at = OUT + t * o_row + head[:, None] * o_head + dim[None, :]
-        tl.store(at, o.to(OUT.dtype.element_ty), mask=mine[:, None])
+        weight = _weight(top, top, total, tl.load(SINK + head, mask=mine, other=0.0))
+        o_at = OUT + t * o_row + head[:, None] * o_head + dim[None, :]
+        for n in tl.static_range(SLICES):
+            o = (acc[n] * weight[:, None]).to(OUT.dtype.element_ty)
+            tl.store(o_at + n * W, o, mask=mine[:, None])
+
+
+@triton.jit
+def _store_part(
+    PARTIAL, STATS, part, mine, used, acc, top, total,
+    H: tl.constexpr, D: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a split as float16 relative to their largest magnitude, and its three numbers."""
+    largest = tl.zeros([H], tl.float32)
+    for n in tl.static_range(SLICES):
+        largest = tl.maximum(largest, tl.max(tl.abs(acc[n]), 1))
+    tl.store(STATS + part * 3, top, mask=mine)
+    tl.store(STATS + part * 3 + 1, total, mask=mine)
+    tl.store(STATS + part * 3 + 2, largest, mask=mine)
+    inverse = 1.0 / tl.where(largest == 0.0, 1.0, largest)
+    W: tl.constexpr = D // SLICES
+    at = PARTIAL + part[:, None] * D + tl.arange(0, W)[None, :]
+    for n in tl.static_range(SLICES):
+        tl.store(at + n * W, (acc[n] * inverse[:, None]).to(tl.float16), mask=used[:, None])
+
+
+@triton.jit
+def _scores(q, k, valid, scale, SLICES: tl.constexpr, TILES: tl.constexpr):
+    """Return the scores [H, KEYS] of TILES tiles, -inf where a key is not valid."""
+    scores = ()
+    # Tiles inside slices: both products of a slice take its queries from the same registers.
+    for n in tl.static_range(SLICES):
+        sums = ()
+        for m in tl.static_range(TILES):
+            s = tl.dot(q[n], tl.trans(k[m * SLICES + n])) * scale
+            sums += (s if n == 0 else scores[m] + s,)
+        scores = sums
+    masked = ()
+    for m in tl.static_range(TILES):
+        masked += (tl.where(valid[m][None, :], scores[m], -float("inf")),)
+    return masked
+
+
+@triton.jit
+def _as_operand(x, UP: tl.constexpr):
+    """Return an operand of a product; interpreted, a wider one, because bf16 is multiplied as raw bits."""
+    if UP:
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit
 def _listed(
-    i, tiles1, C1, list1, length1, C2, list2, length2, TWO: tl.constexpr, KEYS: tl.constexpr
+    i, tiles1, C1, list1, length1, C2, list2, length2,
+    TWO: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Return the indices of tile i, -1 from the length on, and the cache that they point into."""
-    listed, length, rows, start = list1, length1, C1, i * KEYS
-    if TWO:
-        second = i >= tiles1
-        listed = tl.where(second, list2, list1)
-        length = tl.where(second, length2, length1)
-        rows = tl.where(second, C2, C1)
-        start = tl.where(second, i - tiles1, i) * KEYS
-    place = start + tl.arange(0, KEYS)
-    return tl.load(listed + place, mask=place < length, other=-1), rows
+    """Return the indices of TILES tiles from i on, -1 behind a list, and the caches that they point into."""
+    indices, caches = (), ()
+    for m in tl.static_range(TILES):
+        listed, length, cache, start = list1, length1, C1, (i + m) * KEYS
+        if TWO:
+            second = i + m >= tiles1
+            listed = tl.where(second, list2, list1)
+            length = tl.where(second, length2, length1)
+            cache = tl.where(second, C2, C1)
+            start = tl.where(second, i + m - tiles1, i + m) * KEYS
+        place = start + tl.arange(0, KEYS)
+        indices += (tl.load(listed + place, mask=place < length, other=-1),)
+        caches += (cache,)
+    return indices, caches
 
 
 @triton.jit
-def _share(top, peak, total, sink):
+def _weight(top, peak, total, sink):
     """Return the factor of sums taken at `top`, when all sums at `peak` are `total` and the sink joins.
 
     The scores, `top` and `peak` are in powers of two; `sink` is a natural logit.
@@ -137,31 +201,25 @@ def _share(top, peak, total, sink):
 
 
 @triton.jit(do_not_specialize=["heads", "splits"])
-def _join(
-    PARTIAL, STATS, SINK, OUT, heads, splits, o_row, o_head,
-    MOST: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+def _join(PARTIAL, STATS, SINK, OUT, heads, splits, o_row, o_head, MOST: tl.constexpr, D: tl.constexpr):
     t = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     dim = tl.arange(0, D)
-    base = t * splits * heads + head
     split = tl.arange(0, MOST)
-    stats = STATS + (base + split * heads) * 2
-    top = tl.load(stats, mask=split < splits, other=-float("inf"))
-    total = tl.load(stats + 1, mask=split < splits, other=0.0)
+    there = split < splits
+    part = (t * splits + split) * heads + head
+    # All loads at once: none waits for another.
+    top = tl.load(STATS + part * 3, mask=there, other=-float("inf"))
+    total = tl.load(STATS + part * 3 + 1, mask=there, other=0.0)
+    largest = tl.load(STATS + part * 3 + 2, mask=there, other=0.0)
+    sink = tl.load(SINK + head)
+    sums = tl.load(PARTIAL + part[:, None] * D + dim[None, :], mask=there[:, None], other=0.0)
+    # A split that met no valid key may have left its sums unwritten: they may be anything, NaN included.
+    sums = tl.where((top > -float("inf"))[:, None], sums.to(tl.float32), 0.0)
     peak = tl.max(top, 0)
     total = tl.sum(total * tl.exp2(top - tl.where(peak == -float("inf"), 0.0, peak)), 0)
-    sink = tl.load(SINK + head)
-    acc = tl.zeros([D], tl.float32)
-    for start in range(0, splits, STEP):
-        some = start + tl.arange(0, STEP)
-        part = base + some * heads
-        at = tl.load(STATS + part * 2, mask=some < splits, other=-float("inf"))
-        # A split that met no valid key may have left its sums unwritten.
-        used = (at > -float("inf"))[:, None]
-        sums = tl.load(PARTIAL + part[:, None] * D + dim[None, :], mask=used, other=0.0)
-        acc += tl.sum(sums * _share(at, peak, total, sink)[:, None], 0)
-    tl.store(OUT + t * o_row + head * o_head + dim, acc.to(OUT.dtype.element_ty))
+    o = tl.sum(sums * (_weight(top, peak, total, sink) * largest)[:, None], 0)
+    tl.store(OUT + t * o_row + head * o_head + dim, o.to(OUT.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -220,19 +278,21 @@ def sparse_attention(
     tiles = triton.cdiv(indices.shape[1], KEYS) + (triton.cdiv(list2.shape[1], KEYS) if two else 0)
     splits = splits_of(tokens * groups, tiles, blocks_at_once(q.device, _BLOCKS_PER_PROCESSOR))
     parts = tokens * splits * heads if splits > 1 else 0
-    partial = torch.empty(parts, HEAD_DIM, dtype=torch.float32, device=q.device) if parts else out
-    stats = torch.empty(parts, 2, dtype=torch.float32, device=q.device) if parts else out
+    partial = torch.empty(parts, HEAD_DIM, dtype=torch.float16, device=q.device) if parts else out
+    stats = torch.empty(parts, 3, dtype=torch.float32, device=q.device) if parts else out
+    tiles_at_once, stages = _SPLIT if splits > 1 else _WHOLE
     _attend[(tokens * groups * splits,)](
         q, cache, indices, lengths, cache2, list2, lengths2, sink, out, partial, stats,
-        scale * _LOG2E, heads, splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+        scale * _LOG2E, heads, groups, splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         indices.shape[1], indices.stride(0), list2.shape[1], list2.stride(0),
-        TWO=two, SPLIT=splits > 1, GROUPS=groups, H=HEADS, D=HEAD_DIM, KEYS=KEYS, STAGES=_STAGES, UP=_UP,
-        num_warps=_WARPS,
+        TWO=two, SPLIT=splits > 1, H=HEADS, D=HEAD_DIM, SLICES=_SLICES,
+        KEYS=KEYS, TILES=tiles_at_once, STAGES=stages, UP=_UP, num_warps=_WARPS,
     )  # fmt: skip
     if splits > 1:
+        most = max(4, triton.next_power_of_2(splits))
         _join[(tokens * heads,)](
             partial, stats, sink, out, heads, splits, out.stride(0), out.stride(1),
-            MOST=_MOST_SPLITS, STEP=8, D=HEAD_DIM, num_warps=4,
+            MOST=most, D=HEAD_DIM, num_warps=min(most // 4, 4),
         )  # fmt: skip
     return out
 
@@ -275,7 +335,7 @@ def store_kv(
     rows = 1
     _store_kv[(triton.cdiv(len(slots), rows),)](
         kv, weight, freqs, positions, slots, cache, len(slots), eps, kv.stride(0),
-        R=rows, D=HEAD_DIM, ROPE=ROPE_DIM, num_warps=2,
+        R=rows, D=HEAD_DIM, ROPE=ROPE_DIM, num_warps=1,
     )  # fmt: skip
 
 

@@ -19,8 +19,10 @@ from kernels_ref.indexer import CODE_BYTES, INDEX_DIM, INDEX_HEADS, PAGE, PAGE_B
 from kernels_ref.sm80 import rotary
 from kernels_ref.sm80.device import blocks_at_once
 
-# Pages of a block: as many as still leave this many blocks for each place on the card.
-_MOST_PAGES, _ROUNDS = 16, 4
+# One warp scores a page: sums over heads stay inside it and no block waits for itself.
+_WARPS, _STAGES, _BLOCKS_PER_PROCESSOR = 1, 3, 8
+# Pages of a block: at most so many, and few enough that every place of the card gets so many blocks.
+_MOST_PAGES, _ROUNDS = 16, 1
 
 
 @triton.jit(do_not_specialize=["max_len", "share", "w_row", "length_row", "table_row", "out_row"])
@@ -144,10 +146,10 @@ def quantize_index_queries(
     scaled = torch.empty(tokens, INDEX_HEADS, 1, dtype=torch.float32, device=q.device)
     if not tokens:
         return codes, scaled
-    rows = 16
+    rows = 8
     _quantize_queries[(tokens * (INDEX_HEADS // rows),)](
         q, weight, freqs, positions, codes, scaled, weight_scale, q.stride(0), q.stride(1), weight.stride(0),
-        R=rows, HEADS=INDEX_HEADS, D=INDEX_DIM, BITS=7, ROPE=ROPE_DIM, num_warps=4, enable_fp_fusion=False,
+        R=rows, HEADS=INDEX_HEADS, D=INDEX_DIM, BITS=7, ROPE=ROPE_DIM, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scaled
 
@@ -176,12 +178,12 @@ def index_logits(
     if not tokens or not max_len:
         return out
     pages = triton.cdiv(max_len, PAGE)
-    share = pages_of_a_block(tokens, pages, blocks_at_once(q8.device, 4))
+    share = pages_of_a_block(tokens, pages, blocks_at_once(q8.device, _BLOCKS_PER_PROCESSOR))
     _logits[(tokens, triton.cdiv(pages, share))](
         q8, cache.view(torch.int8), cache.view(torch.float32), weight, seq_lens, page_table, out,
         max_len, share, weight.stride(0), seq_lens.stride(0), page_table.stride(0), out.stride(0),
-        CLEAN=clean, STAGES=3,
-        KEYS=PAGE, HEADS=INDEX_HEADS, D=INDEX_DIM, BYTES=PAGE_BYTES, num_warps=4,
+        CLEAN=clean, STAGES=_STAGES,
+        KEYS=PAGE, HEADS=INDEX_HEADS, D=INDEX_DIM, BYTES=PAGE_BYTES, num_warps=_WARPS,
     )  # fmt: skip
     return out
 

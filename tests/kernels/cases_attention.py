@@ -10,41 +10,45 @@ from tests.kernels.case import BF16_MMA, Case
 _ATTEND = {
     **dict.fromkeys(("Q", "C1", "C2", "OUT"), "*bf16"),
     **dict.fromkeys(("I1", "L1", "I2", "L2"), "*i32"),
-    **dict.fromkeys(("SINK", "PARTIAL", "STATS"), "*fp32"),
+    **dict.fromkeys(("SINK", "STATS"), "*fp32"),
+    "PARTIAL": "*fp16",
     "scale": "fp32",
-    **dict.fromkeys(("heads", "splits", "q_row", "q_head", "o_row", "o_head"), "i32"),
+    **dict.fromkeys(("heads", "groups", "splits", "q_row", "q_head", "o_row", "o_head"), "i32"),
     **dict.fromkeys(("width1", "row1", "width2", "row2"), "i32"),
 }
-_MULTIPLES = {"q_row", "q_head", "o_row", "o_head"}
 
 
-def _attend(two: bool, groups: int, split: bool) -> Case:
-    values: dict[str, Any] = {"TWO": two, "SPLIT": split, "GROUPS": groups, "H": attention.HEADS}
-    values |= {"D": 512, "KEYS": attention.KEYS, "STAGES": 3, "UP": False}
+def _attend(two: bool, split: bool) -> Case:
+    tiles, stages = attention._SPLIT if split else attention._WHOLE
     sources, keys = "two sources" if two else "one source", ", split" if split else ""
+    values: dict[str, Any] = {"TWO": two, "SPLIT": split, "H": attention.HEADS, "D": 512, "SLICES": 4}
     return Case(
-        f"sparse_attention {attention.HEADS * groups} heads, {sources}{keys}",
+        f"sparse_attention of {sources}{keys}",
         attention._attend,
         _ATTEND,
-        values,
-        _MULTIPLES,
+        values | {"KEYS": attention.KEYS, "TILES": tiles, "STAGES": stages, "UP": False},
+        {"q_row", "q_head", "o_row", "o_head"},
         num_warps=4,
         mma=frozenset({BF16_MMA}),
     )
 
 
 CASES = [
-    *(_attend(two, groups, split) for two in (False, True) for groups in (1, 4) for split in (False, True)),
-    Case(
-        "sparse_attention join",
-        attention._join,
-        {
-            **dict.fromkeys(("PARTIAL", "STATS", "SINK"), "*fp32"),
-            "OUT": "*bf16",
-            **dict.fromkeys(("heads", "splits", "o_row", "o_head"), "i32"),
-        },
-        {"MOST": 32, "STEP": 8, "D": 512},
-        {"o_row", "o_head"},
+    *(_attend(two, split) for two in (False, True) for split in (False, True)),
+    *(
+        Case(
+            f"sparse_attention join of up to {most}",
+            attention._join,
+            {
+                **dict.fromkeys(("STATS", "SINK"), "*fp32"),
+                **{"PARTIAL": "*fp16", "OUT": "*bf16"},
+                **dict.fromkeys(("heads", "splits", "o_row", "o_head"), "i32"),
+            },
+            {"MOST": most, "D": 512},
+            {"o_row", "o_head"},
+            num_warps=warps,
+        )
+        for most, warps in ((4, 1), (32, 4))
     ),
     Case(
         "store_kv",
@@ -55,6 +59,6 @@ CASES = [
         },
         {"R": 1, "D": 512, "ROPE": 64},
         {"kv_row"},
-        num_warps=2,
+        num_warps=1,
     ),
 ]

@@ -43,7 +43,8 @@ def test_attention(heads: int, extra: int, places: int, seed: int) -> None:
     drawn = {"width": 64, "extra": extra, "lengths": LENGTHS, "extra_lengths": EXTRA_LENGTHS}
     problem = draw_attention(seed, tokens=3, heads=heads, dtype=torch.float32, **drawn)
     result = call(attend_with_places, places, *problem.args(), **problem.keywords())
-    assert relative(result, exact_attention(problem)) < tolerances.FLOAT32_SUMS
+    limit = tolerances.FLOAT32_SUMS if places == 1 else tolerances.FLOAT16_PARTS
+    assert relative(result, exact_attention(problem)) < limit
 
 
 def attend_with_places(places: int, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def test_attention_without_keys(seed: int) -> None:
     for places in (1, 1000):
         out = call(attend_with_places, places, *problem.args())
         assert torch.equal(out[:2], torch.zeros_like(out[:2]))
-        assert relative(out, exact_attention(problem)) < tolerances.FLOAT32_SUMS
+        assert relative(out, exact_attention(problem)) < tolerances.FLOAT16_PARTS
     problem.sink.fill_(-torch.inf)
     out = call(attend_with_places, 1, *problem.args())
     assert torch.equal(out[0], torch.zeros_like(out[0]))
@@ -183,7 +184,7 @@ def test_index_topk(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "pages", "places", "share"),
-    [(1, 512, 528, 1), (64, 512, 528, 15), (64, 512, 432, 16), (4096, 2048, 432, 16), (1, 1, 432, 1)],
+    [(1, 512, 1056, 1), (8, 512, 1056, 3), (64, 512, 1056, 16), (4096, 2048, 864, 16), (1, 1, 864, 1)],
 )
 def test_blocks_take_more_pages_when_there_are_many(tokens: int, pages: int, places: int, share: int) -> None:
     assert indexer.pages_of_a_block(tokens, pages, places) == share

@@ -1,0 +1,349 @@
+"""Rows of attention and indexer: decode and prefill, beside plain torch in the same process.
+
+Lists are full: 128 rows of a window, which lie together, and 512 rows picked from all of a 2 GiB cache. Bytes
+are what lists and lengths say must be read, and what must be written. By itself,
+``python benchmarks/bench_gpu_attention.py`` times tiles, warps, stages and splits and names the fastest: that
+is how to tune for another card, and where the constants of `kernels_ref.sm80.attention` and `indexer` go.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu import Call, Context, Row, relative_error, time_calls
+from kernels_ref import attention as reference
+from kernels_ref import indexer as index_reference
+from kernels_ref.indexer import INDEX_DIM, INDEX_HEADS, PAGE, PAGE_BYTES
+from kernels_ref.rotary import frequencies, rotary_table
+from kernels_ref.sm80 import attention, indexer
+from kernels_ref.sm80.gate import sm80_code
+
+WINDOW, PICKED, SCALE = 128, 512, 512**-0.5
+#: Keys of the indexer at a context of 131,072 tokens: one for four.
+KEYS = 32768
+#: Bytes that the calls of one graph touch between them: several times the L2 of any card so far.
+TOUCHED = 384 << 20
+#: Larger errors are refused: two roundings to bfloat16, and float32 sums.
+ATTENTION_LIMIT, LOGITS_LIMIT = 4e-3, 1e-5
+_JUDGED = 64
+
+
+def rows(context: Context) -> Iterator[Row]:
+    """Yield the rows."""
+    sizes = [(1, 16), (8, 16), (64, 16), (512, 16), (4096, 16), (64, 8), (64, 64)]
+    pools = Pools.draw()
+    for tokens, heads in sizes[2:3] if context.quick else sizes:
+        yield from _attention(pools, tokens, heads)
+    del pools
+    for tokens in (64,) if context.quick else (1, 8, 64):
+        yield from _logits(tokens, KEYS)
+    if not context.quick:
+        yield from _logits(1024, 8192, shared=True)
+        yield from _topk()
+    for tokens in (64,) if context.quick else (64, 8192):
+        yield from _stores(tokens)
+
+
+def sets(nbytes: int) -> int:
+    """Return how many sets of inputs a graph rotates over when a call touches `nbytes`."""
+    return max(2, min(256, TOUCHED // nbytes))
+
+
+# ---- attention
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of `sparse_attention`."""
+
+    q: Tensor
+    window: Tensor
+    near: Tensor
+    near_length: Tensor
+    sink: Tensor
+    extra: dict[str, Tensor]
+
+    def call(self, out: Tensor) -> Tensor:
+        """Run the kernel."""
+        return attention.sparse_attention(
+            self.q, self.window, self.near, self.near_length, self.sink, SCALE, **self.extra, out=out
+        )
+
+    def exact(self, tokens: int) -> Tensor:
+        """Return the first results in float64."""
+        q, near, length = self.q[:tokens], self.near[:tokens], self.near_length[:tokens]
+        far = self.extra["extra_indices"][:tokens]
+        # Only listed rows become float64: the caches have gigabytes.
+        rows = [
+            cache[listed].flatten(0, 1).double() for cache, listed in ((self.window, near), (self.far, far))
+        ]
+        renamed = [torch.arange(x.numel(), device=x.device).view(x.shape).int() for x in (near, far)]
+        extra = {"extra_cache": rows[1], "extra_indices": renamed[1]}
+        extra["extra_lengths"] = self.extra["extra_lengths"][:tokens]
+        return reference.sparse_attention(q.double(), rows[0], renamed[0], length, self.sink, SCALE, **extra)
+
+    @property
+    def far(self) -> Tensor:
+        """The cache of the second source."""
+        return self.extra["extra_cache"]
+
+    def baseline(self, mask: Tensor) -> Tensor:
+        """Do the same in torch: gather both lists and a row of zeros whose score is the sink, then SDPA."""
+        zero = torch.zeros(len(self.q), 1, 512, dtype=self.q.dtype, device=self.q.device)
+        keys = torch.cat((self.window[self.near], self.far[self.extra["extra_indices"]], zero), 1)[:, None]
+        mask = mask.expand(len(self.q), 1, -1, -1)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(self.q[:, None], keys, keys, attn_mask=mask, scale=SCALE)[:, 0]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Rows of the window cache and of the compressed entries, far more than an L2 holds."""
+
+    window: Tensor
+    far: Tensor
+
+    @staticmethod
+    def draw() -> Pools:
+        """Draw 0.5 GiB and 2 GiB."""
+        return Pools(*(torch.randn(n, 512, device="cuda", dtype=torch.bfloat16) for n in (1 << 19, 1 << 21)))
+
+    def problem(self, tokens: int, heads: int, lengths: list[Tensor]) -> Problem:
+        """Draw queries and lists; lengths are shared, as by the layers of a model."""
+        first = torch.randint(0, len(self.window) - WINDOW, (tokens, 1), device="cuda")
+        far = torch.randint(0, len(self.far), (tokens, PICKED), device="cuda", dtype=torch.int32)
+        return Problem(
+            torch.randn(tokens, heads, 512, device="cuda", dtype=torch.bfloat16),
+            self.window,
+            (first + torch.arange(WINDOW, device="cuda")).int(),
+            lengths[0],
+            torch.randn(heads, device="cuda"),
+            {"extra_cache": self.far, "extra_indices": far, "extra_lengths": lengths[1]},
+        )
+
+
+def attention_calls(pools: Pools, tokens: int, heads: int) -> tuple[list[Problem], list[Call], Tensor, int]:
+    """Return problems, a call for each, where they write, and the bytes of the rows of one."""
+    nbytes = tokens * (WINDOW + PICKED) * 1024
+    lengths = [torch.full((tokens,), n, dtype=torch.int32, device="cuda") for n in (WINDOW, PICKED)]
+    problems = [pools.problem(tokens, heads, lengths) for _ in range(sets(nbytes))]
+    out = torch.full_like(problems[0].q, float("nan"))
+    return problems, [partial(problem.call, out) for problem in problems], out, nbytes
+
+
+def _attention(pools: Pools, tokens: int, heads: int) -> Iterator[Row]:
+    problems, calls, out, nbytes = attention_calls(pools, tokens, heads)
+    calls[0]()
+    expected = problems[0].exact(_JUDGED)
+    error = relative_error(out[:_JUDGED], expected)
+    _require(error < ATTENTION_LIMIT and not out.isnan().any(), f"attention of {tokens} tokens", error)
+    group, case = "sparse attention, 128 + 512 keys", f"{tokens} tokens, {heads} heads"
+    ops = tokens * heads * (WINDOW + PICKED) * 512 * 4
+    yield Row(group, case, "ours", *time_calls(calls), nbytes, ops, error)
+    mask = torch.zeros(heads, WINDOW + PICKED + 1, dtype=torch.bfloat16, device="cuda")
+    mask[:, -1] = problems[0].sink
+    error = relative_error(problems[0].baseline(mask)[:_JUDGED], expected)
+    base = [partial(problem.baseline, mask) for problem in problems[:8]]
+    yield Row(group, case, "torch gather + SDPA", *time_calls(base), nbytes, ops, error)
+
+
+# ---- indexer
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Arguments of `index_logits`."""
+
+    q8: Tensor
+    cache: Tensor
+    weight: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    max_len: int
+
+    @staticmethod
+    def draw(cache: Tensor, tokens: int, keys: int, shared: bool) -> Scores:
+        """Draw queries; with `shared` all of them look at the pages of one request."""
+        pages = keys // PAGE
+        table = torch.stack(
+            [torch.randperm(len(cache), device="cuda")[:pages] for _ in range(1 if shared else tokens)]
+        )
+        return Scores(
+            torch.randint(-127, 128, (tokens, INDEX_HEADS, INDEX_DIM), dtype=torch.int8, device="cuda"),
+            cache,
+            torch.randn(tokens, INDEX_HEADS, device="cuda") / 1e4,
+            torch.full((tokens,), keys, dtype=torch.int32, device="cuda"),
+            table.int().expand(tokens, -1).contiguous(),
+            keys,
+        )
+
+    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        """Return the positional arguments."""
+        return self.q8, self.cache, self.weight, self.seq_lens, self.page_table, self.max_len
+
+    def baseline(self) -> Tensor:
+        """Score in torch: gather the pages, products in bfloat16, relu, weighted sum, scale."""
+        pages = self.cache[self.page_table]
+        codes = pages[..., : PAGE * INDEX_DIM].view(torch.int8).to(torch.bfloat16)
+        scales = pages[..., PAGE * INDEX_DIM :].contiguous().view(torch.float32).flatten(1)
+        products = torch.bmm(codes.reshape(len(self.q8), -1, INDEX_DIM), self.q8.bfloat16().transpose(1, 2))
+        return torch.bmm(products.relu_().float(), self.weight[..., None])[..., 0] * scales
+
+
+def index_cache(pages: int) -> Tensor:
+    """Draw pages of codes with scales near 1/127."""
+    cache = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+    scales = (torch.rand(pages, PAGE, device="cuda") + 0.5) / 127
+    cache[:, PAGE * INDEX_DIM :] = scales.view(torch.uint8)
+    return cache
+
+
+def logits_calls(
+    tokens: int, keys: int, shared: bool = False
+) -> tuple[list[Scores], list[Call], Tensor, int]:
+    """Return problems, a call for each, where they write, and the bytes one must move."""
+    once = (1 if shared else tokens) * keys * PAGE_BYTES // PAGE
+    nbytes = once + tokens * (keys * 4 + INDEX_HEADS * INDEX_DIM)
+    count = sets(once)
+    # Each call has pages of its own, as far as 65,536 pages (0.5 GB) go.
+    cache = index_cache(min(65536, max(2, count) * once // PAGE_BYTES))
+    problems = [Scores.draw(cache, tokens, keys, shared) for _ in range(count)]
+    out = torch.full((tokens, keys), float("nan"), device="cuda")
+    calls = [partial(indexer.index_logits, *p.args(), out=out, clean=False) for p in problems]
+    return problems, calls, out, nbytes
+
+
+def _logits(tokens: int, keys: int, shared: bool = False) -> Iterator[Row]:
+    problems, calls, out, nbytes = logits_calls(tokens, keys, shared)
+    calls[0]()
+    first = problems[0]
+    judged = [x[:2] if isinstance(x, Tensor) and x is not first.cache else x for x in first.args()]
+    expected = index_reference.index_logits(*judged)
+    error = relative_error(out[:2], expected)
+    _require(error < LOGITS_LIMIT and not out.isnan().any(), f"logits of {tokens} queries", error)
+    group, case = "index logits", f"{tokens} queries, {keys} keys{', one request' if shared else ''}"
+    ops = 2 * tokens * keys * INDEX_HEADS * INDEX_DIM
+    yield Row(group, case, "ours", *time_calls(calls), nbytes, ops, error)
+    error = relative_error(first.baseline()[:2], expected)
+    base = [problem.baseline for problem in problems[:4]]
+    yield Row(group, case, "torch, BF16 products", *time_calls(base), nbytes, ops, error)
+
+
+def _topk() -> Iterator[Row]:
+    group, topk = "index top-k of 512, logits included", 512
+    for tokens, keys, rows_at_once in ((64, KEYS, None), (512, 131072, None)):
+        problems, _, out, nbytes = logits_calls(tokens, keys, shared=tokens > 64)
+        calls = [partial(indexer.index_topk, *p.args(), topk=topk, rows=rows_at_once) for p in problems[:2]]
+        indexer.index_logits(*problems[0].args(), out=out)
+        wanted, found = out[0].topk(topk).values, out[0][calls[0]()[0].long()]
+        error = relative_error(found, wanted)
+        _require(error < LOGITS_LIMIT, f"top-k of {tokens} queries", error)
+        case = f"{tokens} queries, {keys} keys"
+        yield Row(group, case, "ours", *time_calls(calls), nbytes, error=error)
+        alone = [partial(out.topk, topk)]
+        yield Row(group, case, "of that, torch.topk", *time_calls(alone))
+
+
+# ---- stores
+
+
+def _stores(tokens: int) -> Iterator[Row]:
+    freqs = rotary_table(frequencies(64, 1e4), torch.arange(4096)).cuda()
+    positions = torch.randint(0, 4096, (tokens,), device="cuda")
+    slots = torch.randperm(max(1 << 19, tokens), device="cuda")[:tokens]
+    case, weight = f"{tokens} tokens", torch.rand(512, device="cuda") + 0.5
+    count = min(32, sets(tokens * 2048))
+    kv = torch.randn(count, tokens, 512, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros(1 << 19, 512, device="cuda", dtype=torch.bfloat16)
+    calls: list[Call] = [
+        partial(attention.store_kv, x, weight, 1e-6, freqs, positions, slots, cache) for x in kv
+    ]
+    calls[0]()
+    exact = torch.zeros(tokens, 512, device="cuda")
+    reference.store_kv(kv[0], weight, 1e-6, freqs, positions, torch.arange(tokens, device="cuda"), exact)
+    error = relative_error(cache[slots], exact)
+    _require(error < ATTENTION_LIMIT, "store_kv", error)
+    yield Row("stores and query quantiser", case, "store_kv", *time_calls(calls), tokens * 2048, error=error)
+
+    k = torch.randn(count, tokens, INDEX_DIM, device="cuda")
+    pages = torch.zeros(1 << 13, PAGE_BYTES, device="cuda", dtype=torch.uint8)
+    args = (weight[:INDEX_DIM].contiguous(), 1e-6, freqs, positions, slots)
+    calls = [partial(indexer.store_index_keys, x, *args, pages) for x in k]
+    nbytes = tokens * (INDEX_DIM * 5 + 4)
+    yield Row("stores and query quantiser", case, "store_index_keys", *time_calls(calls), nbytes)
+
+    q = torch.randn(count, tokens, INDEX_HEADS, INDEX_DIM, device="cuda", dtype=torch.bfloat16)
+    head_weight = torch.randn(tokens, INDEX_HEADS, device="cuda", dtype=torch.bfloat16)
+    args = (head_weight, 0.01, freqs, positions)
+    calls = [partial(indexer.quantize_index_queries, x, *args) for x in q]
+    # On the CPU: on a card, torch divides by a number through its reciprocal, which is another rounding.
+    some = [x[:_JUDGED].cpu() for x in (q[0], head_weight, positions)]
+    wanted = index_reference.quantize_index_queries(some[0], some[1], 0.01, freqs.cpu(), some[2])[0]
+    found = indexer.quantize_index_queries(q[0], *args)[0][:_JUDGED].cpu()
+    _require(torch.equal(found, wanted), "query codes", relative_error(found, wanted))
+    nbytes = tokens * INDEX_HEADS * (INDEX_DIM * 3 + 4)
+    us = time_calls(calls)
+    yield Row("stores and query quantiser", case, "quantize_index_queries", *us, nbytes, error=0.0)
+    base: list[Call] = [partial(index_reference.quantize_index_queries, x, *args) for x in q[:4]]
+    yield Row("stores and query quantiser", case, "the same in torch", *time_calls(base), nbytes)
+
+
+def _require(right: object, what: str, error: float) -> None:
+    """Refuse to time a kernel whose result is wrong."""
+    if not right:
+        raise SystemExit(f"error: {what}: relative error {error:.1e} or unwritten output, so it is not timed")
+
+
+# ---- tuning
+
+
+def _swept(module: Any, names: tuple[str, ...], values: tuple[Any, ...], calls: list[Call]) -> float | None:
+    """Return microseconds with some constants of a module replaced; None if the card cannot run that."""
+    with patch.multiple(module, **dict(zip(names, values, strict=True))):
+        try:
+            return time_calls(calls, milliseconds=20)[0]
+        except RuntimeError as error:  # Out of shared memory, or of registers.
+            print(f"  {dict(zip(names, values, strict=True))}: {type(error).__name__}", file=sys.stderr)
+            return None
+
+
+def _tune(what: str, module: Any, names: tuple[str, ...], grid: Any, calls: list[Call]) -> None:
+    times = {values: _swept(module, names, values, calls) for values in grid}
+    ranked = sorted((us, values) for values, us in times.items() if us is not None)
+    print(f"\n{what}: {', '.join(names)}")
+    for us, values in ranked[:6]:
+        print(f"  {us:9.1f} us  {', '.join(map(str, values))}", flush=True)
+
+
+def main() -> None:
+    """Time the settings of both kernels and print the fastest of each size."""
+    with sm80_code():
+        pools = Pools.draw()
+        shapes = [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]
+        for tokens in (1, 8, 64, 512, 4096):
+            calls = attention_calls(pools, tokens, 16)[1]
+            which = "_SPLIT" if tokens <= 64 else "_WHOLE"
+            names = (which, "_SLICES", "_BLOCKS_PER_PROCESSOR")
+            grid = list(product(shapes, (1, 2, 4), (1, 2, 3)))
+            _tune(f"sparse attention, {tokens} tokens, 16 heads", attention, names, grid, calls)
+        del pools, calls
+        names = ("_WARPS", "_STAGES", "_MOST_PAGES", "_ROUNDS")
+        grid = list(product((1, 2, 4), (2, 3, 4), (4, 16, 32), (1, 4)))
+        for tokens in (1, 8, 64):
+            _tune(f"index logits, {tokens} queries", indexer, names, grid, logits_calls(tokens, KEYS)[1])
+
+
+if __name__ == "__main__":
+    main()
