@@ -237,9 +237,16 @@ def test_an_unknown_device_is_a_usage_error(cli: Callable[..., Any], tmp_path: P
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["plain", "ragged", "v41"])
-@pytest.mark.parametrize("experts", ["int8", "mxfp4"])
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "experts", "jobs"),
+    [
+        ("plain", "int8", 1),
+        ("plain", "int8", 3),
+        ("ragged", "int8", 1),
+        ("ragged", "mxfp4", 1),
+        ("v41", "int8", 1),
+    ],
+)
 def test_a_gpu_gives_the_same_files(
     kind: str, experts: str, jobs: int, sample: Sample, tmp_path: Path
 ) -> None:

@@ -22,8 +22,8 @@ from kernels_ref.tensors import Int8Shift
 FP8_TILE, FP8_ROWS, FP8_WARPS = 4096, 16, 4
 #: Packed bytes of a repack tile for each of its warps.
 REPACK_BYTES = 2048
-#: Registers of a thread of the repack, without and with figures. By itself the compiler takes 168, for the rare
-#: path; so many threads that the memory stays busy need fewer.
+#: Registers of a thread of the repack, without and with figures. By itself the compiler takes 168, for the
+#: rare path; so many threads that the memory stays busy need fewer.
 REPACK_REGISTERS = {False: 128, True: 144}
 
 
