@@ -242,6 +242,18 @@ def test_kernels_use_only_the_formats_of_ours() -> None:
     _fail_on(wrong, "kernels_ref may import dsv4convert.formats and nothing else of ours:")
 
 
+def test_only_the_kernels_for_a_gpu_need_triton() -> None:
+    """A machine without Triton runs `probe`, and a GPU box without anything else runs the kernels."""
+    known = {"dsv4convert", "kernels_ref", "numpy", "torch", *sys.stdlib_module_names}
+    wrong = [
+        f"{_place(name, found.line)}: imports `{found.target}`"
+        for name in sorted(MODULES.keys() - OURS.keys())
+        for found in _imports(name)
+        if found.target.split(".")[0] not in known | ({"triton"} if ".sm80" in name else set())
+    ]
+    _fail_on(wrong, "kernels_ref may import torch and numpy, its `sm80` triton too:")
+
+
 @_by_name(OURS)
 def test_kernels_are_loaded_only_when_asked_for(name: str) -> None:
     allowed = _row(name).split(".")[0] in MAY_USE_KERNELS
@@ -334,11 +346,11 @@ def test_module_says_what_it_knows(name: str) -> None:
     assert ast.get_docstring(_parse(MODULES[name])), f"`{name}` has no module docstring"
 
 
-@_by_name(OURS)
+@_by_name(MODULES)
 def test_public_names_have_docstrings(name: str) -> None:
     bare = [
         f"{_place(name, node.lineno)}: `{dotted}`"
-        for dotted, node in _definitions(_parse(OURS[name]))
+        for dotted, node in _definitions(_parse(MODULES[name]))
         if not any(part.startswith("_") for part in dotted.split("."))
         and not ast.get_docstring(node)
         and not _is_restated(node)
