@@ -113,12 +113,15 @@ def test_faults_of_others_pass_through() -> None:
 def convert_interpreted(source: str, target: str, experts: str) -> None:
     """Convert with the GPU's strips, kernels interpreted, on CPU tensors."""
     from kernels_ref.sm80 import convert as kernels
+    from kernels_ref.sm80 import figures
     from kernels_ref.sm80.strips import StripDecoder
 
     with pytest.MonkeyPatch.context() as patch:
         # The interpreter's time goes by programs, not by codes.
         patch.setattr(kernels, "FP8_TILE", 1 << 16)
         patch.setattr(kernels, "FP8_ROWS", 128)
+        patch.setattr(kernels, "REPACK_BYTES", 1 << 14)
+        patch.setattr(figures, "FIGURES_TILE", 1 << 12)
         patch.setattr(conversion, "require_device", lambda name: None)
         patch.setattr(conversion, "decoder_of", lambda name: StripDecoder("cpu"))
         convert(source, target, experts=experts, device="cuda")

@@ -93,7 +93,7 @@ def fp8_tile(block: tuple[int, int], grid_columns: int) -> dict[str, int]:
 
 def repack_tile(groups: int) -> dict[str, int]:
     """Return the tile for rows of so many groups, a power of two: whole rows."""
-    return {"ROWS": max(1, min(REPACK_BYTES // (64 * groups), 32)), "GROUPS": groups}
+    return {"ROWS": max(1, REPACK_BYTES // (64 * groups)), "GROUPS": groups}
 
 
 def repack_warps(tile: dict[str, int]) -> int:
