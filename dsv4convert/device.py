@@ -16,6 +16,8 @@ from dsv4convert.errors import EnvironmentFault, finding
 #: What `convert` can be told to use.
 DEVICES = ("cpu", "cuda")
 _CAPABILITY = (8, 0)
+# How the messages of torch and of Triton begin when the driver refused something.
+_CUDA_SAYS = ("CUDA error", "CUDA driver error", "CUDA out of memory", "Triton Error [CUDA]")
 
 
 def require_device(device: str) -> None:
@@ -72,16 +74,20 @@ def device_faults(where: str) -> Iterator[None]:
     Raises:
         EnvironmentFault: ``device.failed``; the shard can be converted again, on this device or on another.
     """
-    # What is not loaded has not failed.
-    torch = sys.modules.get("torch")
-    faults: tuple[type[BaseException], ...] = ()
-    if torch is not None:
-        # The second is the base of what CUDA reports of a kernel; older torch raises a plain RuntimeError.
-        faults = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
     try:
         yield
-    except faults as error:
-        memory = isinstance(error, faults[0])
-        problem = "the GPU has too little free memory" if memory else "the GPU reported an error"
-        found = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(finding("device.failed", where, problem, found=found)) from error
+    except Exception as error:
+        if problem := _problem(error):
+            found = str(error).strip().splitlines()[0]
+            raise EnvironmentFault(finding("device.failed", where, problem, found=found)) from error
+        raise
+
+
+def _problem(error: Exception) -> str | None:
+    """Return what is wrong with the GPU, None when the error is about something else."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return "the GPU has too little free memory"
+    if isinstance(error, RuntimeError) and str(error).startswith(_CUDA_SAYS):
+        return "the GPU reported an error"
+    return None

@@ -102,9 +102,32 @@ def test_an_error_waits_for_the_strips_under_way(sample: Sample, tmp_path: Path,
     convert(sample("ragged"), tmp_path / "out", device="cuda")
 
 
-def test_faults_of_others_pass_through() -> None:
-    with pytest.raises(MemoryError), device.device_faults("shard"):
-        raise MemoryError
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for it."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_a_gpu_fault_is_a_finding_also_when_torch_came_later(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a worker process torch is loaded by the first strip, inside."""
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(EnvironmentFault) as failed, device.device_faults("a shard"):
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        raise error
+    (found,) = failed.value.findings
+    assert (found.code, found.where) == ("device.failed", "a shard")
+    assert found.found == str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("something else"), OSError(28, "No space")])
+def test_faults_of_others_pass_through(error: Exception) -> None:
+    with pytest.raises(type(error)) as passed, device.device_faults("a shard"):
+        raise error
+    assert passed.value is error
 
 
 # ---- the GPU's own code, interpreted
