@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +304,9 @@ def _run(
 
 def _finish(shell: Shell, log: Path, outcome: Outcome) -> None:
     """Say how the server ended, and leave with the status that stands for it."""
+    if outcome.was_ready:
+        # stdout holds one object, and that was the one of the ready server.
+        shell = replace(shell, json=False)
     faults: list[Finding] = []
     status = Exit.ENVIRONMENT
     if outcome.end == "died":
@@ -320,6 +324,8 @@ def _finish(shell: Shell, log: Path, outcome: Outcome) -> None:
     if faults:
         fail(shell, faults, status)
     shell.say("stopped: the server and all of its processes have ended")
+    if shell.json:
+        shell.data(json.dumps({"ok": False, "exit_status": 128 + outcome.signal, "findings": []}))
     raise SystemExit(128 + outcome.signal)
 
 

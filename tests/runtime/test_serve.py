@@ -192,17 +192,36 @@ def test_systemd_hears_of_it(serve: Callable[..., Running], fake: FakeServing, t
     assert running.end() == 143
 
 
-def test_json_has_an_object_when_it_is_ready_and_one_when_it_died(
+def test_json_of_a_server_that_was_ready_is_one_object(
     serve: Callable[..., Running], fake: FakeServing
 ) -> None:
     fake.plan(lines=guard_lines(), dies_after=2.0)
     running = serve("--json", "-q")
     assert running.end() == 4
-    ready, died = map(json.loads, "".join(running.out).replace("}\n{", "}\0{").split("\0"))
-    require("serve", ready)
-    require("error", died)
-    assert ready["guards"][1].startswith("dsv4convert guard: model=")
-    assert [f["code"] for f in died["findings"]] == ["serve.died"]
+    page = json.loads("".join(running.out))
+    require("serve", page)
+    assert page["guards"][1].startswith("dsv4convert guard: model=")
+    assert "[serve.died]" in "".join(running.err)
+
+
+def test_json_of_a_server_that_never_was(serve: Callable[..., Running], fake: FakeServing) -> None:
+    fake.plan(lines=guard_lines(fp8="1"))
+    running = serve("--json", "-q")
+    assert running.end() == 3
+    page = json.loads("".join(running.out))
+    require("error", page)
+    assert [f["code"] for f in page["findings"]] == ["serve.guard"]
+
+
+def test_json_of_a_start_that_was_stopped(serve: Callable[..., Running], fake: FakeServing) -> None:
+    fake.plan(lines=guard_lines(), ready=False)
+    running = serve("--json")
+    running.wait_for("dsv4convert guard")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == 143
+    page = json.loads("".join(running.out))
+    require("error", page)
+    assert page["exit_status"] == 143
 
 
 # ---- servers that do not
