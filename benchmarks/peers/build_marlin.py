@@ -9,7 +9,7 @@ sm_80``.
 
 OUT then holds three shared objects, the Python files of the wheel that drive them, unchanged, and
 apache-tvm-ffi, which loads them: under 20 MB, for Linux x86-64 and Python 3.12, to be carried to a machine
-with a GPU and named to the benchmark as ``MARLIN=OUT``. Needs g++ and about a minute; no GPU and no CUDA. No
+with a GPU and named to the benchmark as ``MARLIN=OUT``. Needs g++ and some minutes; no GPU and no CUDA. No
 third-party code is kept in this repository.
 """
 
