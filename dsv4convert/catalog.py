@@ -183,6 +183,8 @@ CATALOG: Mapping[str, Kind] = {
     "probe.prompt": Kind("error", "The prompt holds no token, or more than the model takes.", "pass another `--prompt` or other `--ids`"),
     "probe.token-id": Kind("error", "A token id of the prompt lies outside the vocabulary.", "pass ids below `vocab_size` of `config.json`"),
     "probe.non-finite": Kind("error", "An activation is infinity or NaN.", "`dsv4convert converted DST --reference SRC --read-data` finds the weight; a clean download and a new conversion mend it"),
+    "probe.no-draft": Kind("error", "The checkpoint has no draft layers to run.", "leave `--draft` out"),
+    "probe.draft-short": Kind("error", "So few tokens leave no whole step of guesses to judge.", "pass a larger `--tokens`; 32 and more give figures worth reading"),
     "probe.draft-idle": Kind("warning", "No guess of the draft layers was right.", "compare `mtp.*` with the source: `dsv4convert converted DST --reference SRC --read-data`; a draft of random weights guesses nothing either"),
     "probe.differs": Kind("error", "A sublayer's output is not bit-equal to the reference's, though no weight was repacked.", "`dsv4convert converted DST --reference SRC --read-data` names the tensor; convert again"),
     "probe.error-limit": Kind("error", "A sublayer's output is further from the reference than repacked experts explain.", "`dsv4convert converted DST --reference SRC --read-data` names the tensor; convert again"),

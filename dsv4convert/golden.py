@@ -61,6 +61,7 @@ def make_golden(
     steps: Iterable[Mapping[str, Any]],
     text: str | None,
     agreement: Mapping[str, Any] | None,
+    draft: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of `golden.json`.
 
@@ -71,6 +72,7 @@ def make_golden(
         steps: Per answered token: ``token``, ``margin`` and ``top``.
         text: The answer as text; None without a tokenizer.
         agreement: Comparison with a reference, if there was one.
+        draft: How well the draft layers guess, if they ran.
     """
     return {
         "schema": SCHEMA,
@@ -81,6 +83,7 @@ def make_golden(
         "steps": [dict(step) for step in steps],
         "text": text,
         "agreement": agreement,
+        "draft": draft,
         "run": {
             "python": platform.python_version(),
             "machine": platform.machine(),
@@ -160,6 +163,8 @@ def _checks(golden: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "text", _is(golden.get("text"), str | None)
     steps, agreement = golden.get("steps"), golden.get("agreement")
     yield "steps", isinstance(steps, list) and bool(steps) and all(map(_is_step, steps))
+    draft = golden.get("draft")
+    yield "draft", draft is None or (isinstance(draft, dict) and _is_draft(draft))
     yield "agreement", agreement is None or (isinstance(agreement, dict) and _is_agreement(agreement))
 
 
@@ -192,6 +197,17 @@ def _is_step(step: Any) -> bool:
             and _is_number(row.get("logprob"))
             for row in top
         )
+    )
+
+
+def _is_draft(draft: Mapping[str, Any]) -> bool:
+    shares = draft.get("shares")
+    return (
+        _is(draft.get("depth"), int)
+        and _is(draft.get("starts"), int)
+        and _is_number(draft.get("length"))
+        and isinstance(shares, list)
+        and all(map(_is_number, shares))
     )
 
 

@@ -65,6 +65,11 @@ def _parse_ids(ctx: click.Context, parameter: click.Parameter, value: str | None
     help="Run SRC, the same model in any layout, beside it and compare every layer.",
 )
 @click.option(
+    "--draft",
+    is_flag=True,
+    help="Run the draft layers behind every generated token too, and count their right guesses.",
+)
+@click.option(
     "--golden",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -152,6 +157,8 @@ def _lines(probed: Probed, verbose: bool) -> Iterator[str]:
         yield f"  answer     {_quoted(golden['text'])}"
     if golden["agreement"]:
         yield from _agreement_lines(golden["agreement"])
+    if golden["draft"]:
+        yield from _draft_lines(golden["draft"])
     yield from _cost_lines(probed, verbose)
 
 
@@ -182,6 +189,14 @@ def _agreement_lines(agreement: Mapping[str, Any]) -> Iterator[str]:
     yield f"  tokens     {agreement['equal_tokens']} of {count} equal to the reference's"
     if agreement["limit"]:
         yield f"  limit      {agreement['limit']:g}, with the reference's decisions"
+
+
+def _draft_lines(draft: Mapping[str, Any]) -> Iterator[str]:
+    guesses = f"{draft['depth']} guesses behind each of {draft['starts']:,} tokens"
+    yield f"  draft      {guesses}: {draft['length']:.2f} of {draft['depth'] + 1} tokens a step expected"
+    yield f"  {'':<11}right up to guess 1, 2, ...: {', '.join(f'{share:.0%}' for share in draft['shares'])}"
+    if draft["reference_error"] is not None:
+        yield f"  {'':<11}beside the reference's: {_error(draft['reference_error'])}"
 
 
 def _error(value: float) -> str:

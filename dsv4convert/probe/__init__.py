@@ -24,6 +24,7 @@ from dsv4convert.validate.provenance import read_manifest
 
 if TYPE_CHECKING:
     from dsv4convert.probe.agreement import Comparison
+    from dsv4convert.probe.draft import DraftHealth
     from dsv4convert.probe.forward import Run, Step
     from kernels_ref.config import ModelConfig
 
@@ -89,6 +90,7 @@ def probe(
     top: int = 5,
     numerics: str = "exact",
     reference: str | os.PathLike[str] | None = None,
+    draft: bool = False,
     progress: Callable[[Tick], None] | None = None,
 ) -> Probed:
     """Run a checkpoint of any layout on a prompt.
@@ -102,6 +104,7 @@ def probe(
         top: Probable tokens to note at each step, at least 1.
         numerics: ``exact`` (float32), ``bf16``, ``sm80`` or ``official``; a reference always runs exactly.
         reference: A checkpoint of the same model in any layout, to run beside it.
+        draft: Run the draft layers too, behind every token that was generated.
         progress: Called after every layer.
 
     Returns:
@@ -125,11 +128,15 @@ def probe(
         job = _Job(seen, config, numerics, stack)
         if reference is not None:
             job.compare(_sound(reference, "reference "))
+        if draft:
+            job.watch_draft(tokens)
         job.run(given.ids, tokens, top, progress)
+        if draft:
+            job.examine_draft(given.ids)
     text = vocabulary.decode if vocabulary else None
     steps = [step.as_dict(text) for step in job.steps]
     answer = text([step.token for step in job.steps]) if text else None
-    golden = make_golden(seen, given.as_dict(), numerics, steps, answer, job.agreement())
+    golden = make_golden(seen, given.as_dict(), numerics, steps, answer, job.agreement(), job.draft_form())
     return Probed(golden, job.findings(), tuple(job.layers), tuple(job.further), _peak_bytes())
 
 
@@ -187,6 +194,8 @@ class _Job:
     theirs: list[int] = field(default_factory=list)
     layers: list[float] = field(default_factory=list)
     further: list[float] = field(default_factory=list)
+    depth: int = 0
+    draft: DraftHealth | None = None
 
     def __post_init__(self) -> None:
         from dsv4convert.probe.forward import Run, preset
@@ -255,9 +264,46 @@ class _Job:
             self.theirs.append(Step.of(runs[1].logits(), 1).token)
         return time.perf_counter() - started
 
+    def watch_draft(self, tokens: int) -> None:
+        """Keep what the draft layers see; refuse where there is none, or nothing to judge it by."""
+        runs = [self.own, self.comparison.theirs] if self.comparison else [self.own]
+        self.depth = min(run.watch_draft() for run in runs)
+        where = self.seen.checkpoint.root.name
+        if not self.depth:
+            raise Refused(finding("probe.no-draft", where, "its `config.json` names no draft layers"))
+        if tokens <= self.depth:
+            expected, found = f"at least {self.depth + 1} tokens", f"{tokens}"
+            problem = f"a draft that guesses {self.depth} tokens a step cannot be judged by so few"
+            raise Refused(finding("probe.draft-short", where, problem, expected=expected, found=found))
+
+    def examine_draft(self, prompt: Sequence[int]) -> None:
+        """Run the draft layers behind every answered token that enough others follow."""
+        from dsv4convert.probe.agreement import relative_error
+        from dsv4convert.probe.draft import DraftHealth, accepted, starts_of
+
+        said = [step.token for step in self.steps]
+        ids, starts = [*prompt, *said], starts_of(len(prompt), len(said), self.depth)
+        if not starts:
+            return  # The model ended its answer early.
+        logits, error = self.own.guesses(ids, starts), None
+        if self.comparison and self.theirs == said:
+            error = relative_error(logits, self.comparison.theirs.guesses(ids, starts))
+        self.draft = DraftHealth(self.depth, accepted(logits, ids, starts), error)
+
     def findings(self) -> tuple[Finding, ...]:
-        """Return what the comparison found."""
-        return tuple(self.comparison.findings()) if self.comparison else ()
+        """Return what the comparison and the draft's guesses show."""
+        from dsv4convert.probe.agreement import Expectation
+
+        found = self.comparison.findings() if self.comparison else []
+        if self.draft:
+            owed = self.comparison is not None and self.comparison.expected is Expectation.EQUAL
+            # What differs in the trunk differs in what the draft sees of it.
+            found += self.draft.findings(equal=owed and not found)
+        return tuple(found)
+
+    def draft_form(self) -> dict[str, Any] | None:
+        """Return the JSON form of the draft's health."""
+        return self.draft.as_dict() if self.draft else None
 
     def agreement(self) -> dict[str, Any] | None:
         """Return the JSON form of the comparison."""

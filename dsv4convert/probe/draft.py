@@ -55,8 +55,16 @@ class DraftHealth:
             "reference_error": self.reference_error,
         }
 
-    def findings(self) -> list[Finding]:
-        """Return a warning if no guess was right."""
+    def findings(self, *, equal: bool = False) -> list[Finding]:
+        """Return what is wrong or strange.
+
+        Args:
+            equal: Whether the draft has to be bit-equal to the reference's.
+        """
+        if equal and self.reference_error:
+            problem = "is not bit-equal to the reference"
+            found = f"relative error {self.reference_error:.2g}"
+            return [finding("probe.differs", "mtp", problem, expected="no difference", found=found)]
         if any(self.accepted):
             return []
         found = f"0 of {len(self.accepted):,} first guesses right"
@@ -68,12 +76,14 @@ class DraftWatch:
 
     Args:
         model: The trunk; its release has a draft (see `depth`).
+        label: Prefix of the place that a finding names, for a second checkpoint.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, label: str = "") -> None:
         from kernels_ref.draft import Taps
 
         self._model = model
+        self._label = label
         self._taps = Taps(model)
         self._streams: list[Tensor] = []
         self._spark = bool(model.config.draft.targets)
@@ -106,7 +116,7 @@ class DraftWatch:
         bad = int((~torch.isfinite(found)).sum())
         if bad:
             problem = f"{bad:,} of {found.numel():,} logits of the draft are infinity or NaN"
-            raise Dsv4Error(finding("probe.non-finite", "mtp", problem))
+            raise Dsv4Error(finding("probe.non-finite", f"{self._label}mtp", problem))
         return found
 
 

@@ -17,6 +17,7 @@ from dsv4convert.errors import Dsv4Error, finding
 from dsv4convert.probe.source import CheckpointSource
 
 if TYPE_CHECKING:
+    from dsv4convert.probe.draft import DraftWatch
     from kernels_ref.arithmetic import Numerics
     from kernels_ref.config import ModelConfig
     from kernels_ref.decisions import Decisions
@@ -82,6 +83,7 @@ class Run:
         self._label = label
         self.streams = torch.empty(0)
         self._ids = torch.empty(0, dtype=torch.int64)
+        self._watch: DraftWatch | None = None
 
     @property
     def layers(self) -> int:
@@ -118,7 +120,23 @@ class Run:
         h = self.streams if streams is None else streams
         h = block.sublayer("attn", h, lambda x: finite("attn", block.attention(x, state)))
         self.streams = finite("hc_ffn", block.sublayer("ffn", h, experts))
+        if self._watch is not None:
+            self._watch(index, self.streams)
         return Sublayers(parts["attn"], parts["ffn.experts"], parts["ffn.shared_experts"], self.streams)
+
+    def watch_draft(self) -> int:
+        """Keep from now on what the draft layers see; return the guesses per step, 0 without a draft."""
+        from dsv4convert.probe.draft import DraftWatch, depth
+
+        guesses = depth(self._model)
+        self._watch = DraftWatch(self._model, self._label) if guesses else None
+        return guesses
+
+    def guesses(self, ids: Sequence[int], starts: Sequence[int]) -> Tensor:
+        """Return the logits of the draft behind each start, see `DraftWatch.logits`; after `watch_draft`."""
+        if self._watch is None:
+            raise ValueError("no draft was watched")
+        return self._watch.logits(ids, starts)
 
     def logits(self) -> Tensor:
         """Return the logits after the last token, [V] float32."""
