@@ -1,6 +1,7 @@
 # One command per need. Works in a fresh clone with python3 (3.10 or newer, with venv) and make.
 #   make demo      a tiny synthetic checkpoint, validated, planned, converted, verified, run and reported on
-#   make test      format, lint, types, then every test
+#   make test      format, lint, types, then every test, those on SGLang included
+#   make test-sglang  the shim's contract with SGLang 0.5.16, in an environment of its own
 #   make quality   format, lint, types, layers: the fast part of `make test`
 #   make style     rewrite the code to the house format
 #   make docs      write the generated pages of docs/
@@ -17,13 +18,17 @@ PY_GPU ?= python3
 # Only these files are loaded there: others import what such a machine may lack.
 GPU_TESTS := $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 DEMO := demo-out
+# SGLang publishes one wheel per Python version; its pins for 3.11 are in constraints/sglang.txt.
+PYTHON_SGLANG ?= $(or $(shell command -v python3.11),$(PYTHON))
+VENV_SGLANG := .venv-sglang
+PY_SGLANG := $(VENV_SGLANG)/bin/python
 CONSTRAINTS := constraints/cpu.txt
 # -qq: errors only; pip's warnings about a mirror's layout would bury them.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo lint quality test style docs bench test-gpu bench-gpu clean
+.PHONY: help demo lint quality test test-sglang style docs bench test-gpu bench-gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,8 +81,19 @@ lint: $(VENV)/.tools
 quality: lint
 	$(PY) -m pytest -q tests/test_layers.py
 
-test: lint
+test: lint test-sglang
 	$(PY) -m pytest -n 2
+
+# SGLang without its dependencies: what it imports here needs no GPU, and its CUDA libraries are 5 GB.
+$(VENV_SGLANG)/.ready: constraints/sglang.txt
+	@echo "installing SGLang 0.5.16 into $(VENV_SGLANG) (about two minutes, once)"
+	@$(PYTHON_SGLANG) -m venv --clear $(VENV_SGLANG)
+	@$(PY_SGLANG) -m pip install -qq --disable-pip-version-check --requirement $<
+	@$(PY_SGLANG) -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.16 compressed-tensors==0.20.1
+	@touch $@
+
+test-sglang: $(VENV_SGLANG)/.ready
+	$(PY_SGLANG) -m pytest -c tests/sglang/pytest.ini --rootdir . --confcutdir tests/sglang tests/sglang
 
 style: $(VENV)/.tools
 	$(PY) -m ruff check --fix-only
@@ -99,5 +115,5 @@ bench-gpu:
 	$(PY_GPU) benchmarks/bench_gpu.py
 
 clean:
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_SGLANG) $(DEMO) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find dsv4convert kernels_ref tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -55,3 +55,11 @@ FLOAT32_STEPS = 1e-5
 FLOAT32_ROTATION = 3e-5
 #: Largest relative error of a route weight in float32: a dot product of 4096, a root and a division.
 ROUTE_WEIGHT = 1e-6
+
+# ---- SGLang's own code around the reference kernels, `tests/sglang`
+
+#: INT8 codes of index keys: half a step of the scale, and the float32 way to it.
+HALF_A_STEP = 0.51
+#: Share of the best keys that INT8 queries must find among 700, and how far from the border of the selection,
+#: in standard deviations of the scores, a key may lie that they trade for another.
+INDEX_FOUND, INDEX_BORDER = 0.97, 0.05

@@ -36,7 +36,7 @@ def quantize_queries(stock: Any, module: ModuleType) -> Callable[..., tuple[Tens
 
 
 def logits(stock: Any, module: ModuleType) -> Callable[..., Tensor]:
-    """I2: scores [T, max_seq_len] f32 of every key of a request; -inf from its length on."""
+    """I2: scores [T, max_seq_len] f32 of every key of a request; top-k reads none beyond its length."""
 
     def fp8_paged_mqa_logits_torch(
         q_fp8: Tensor,
@@ -57,6 +57,7 @@ def logits(stock: Any, module: ModuleType) -> Callable[..., Tensor]:
             seq_lens.reshape(tokens),
             page_table,
             max_seq_len,
+            clean=clean_logits,
         )
         return found
 

@@ -27,9 +27,10 @@ _INDEX_HEAD, _INDEX_PAGE = 128, 64
 
 def create_buffer(stock: Any, module: ModuleType) -> Callable[..., Tensor]:
     """K1: allocate a pool of BF16 rows."""
+    known = module.DeepSeekV4SingleKVPool
 
     def create_buffer(self: Any, *, num_pages: int) -> Tensor:
-        if type(self) is not module.DeepSeekV4SingleKVPool:
+        if type(self) is not known:
             problem = "this KV pool of SGLang has no BF16 form"
             raise refusal("shim.option", type(self).__name__, problem, expected="no HiSparse")
         if self.store_dtype is not torch.bfloat16:

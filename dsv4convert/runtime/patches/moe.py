@@ -155,7 +155,7 @@ def _register(layer: Module, experts: int, hidden: int, inter: int, attributes: 
 def _repack(layer: Module, matrix: str) -> None:
     """Replace the MXFP4 parameters of a matrix by INT8_SHIFT ones."""
     packed, scales = (getattr(layer, f"{matrix}_{name}") for name in ("weight", "weight_scale_inv"))
-    tensors = ops.repack_mxfp4(packed.data, scales.data)
+    tensors = ops.kernel("repack_mxfp4", packed.device)(packed.data, scales.data)
     delattr(layer, f"{matrix}_weight")
     delattr(layer, f"{matrix}_weight_scale_inv")
     for suffix, tensor in zip(_shapes(0, 0, 0), tensors, strict=True):
