@@ -1,0 +1,116 @@
+"""What `serve` and `preflight` assume about SGLang: its command line and its rules for skip lists."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sglang
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+from sglang.srt.server_args import ServerArgs
+
+from dsv4convert.handoff import is_skipped
+from dsv4convert.memory import Demand
+from dsv4convert.runtime import contract, gate, launch
+from dsv4convert.runtime.settings import MOE_BACKENDS
+
+DEMAND = Demand(context=131072, concurrency=8)
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(made)
+    return made
+
+
+@pytest.mark.parametrize("backend", MOE_BACKENDS)
+@pytest.mark.parametrize("dspark", [False, True])
+def test_arguments_are_those_of_sglang(parser: argparse.ArgumentParser, backend: str, dspark: bool) -> None:
+    """Names and choices, among them the parsers of reasoning and tool calls."""
+    asked = launch.Launch(Path("/m"), 4, dspark, "127.0.0.1", 30000, None, DEMAND, backend)
+    read = parser.parse_args(launch.arguments(asked, name="n", context=131072, chunk=4096))
+    assert (read.model_path, read.served_model_name, read.tp_size) == ("/m", "n", 4)
+    assert (read.dtype, read.kv_cache_dtype, read.quantization) == ("bfloat16", "bfloat16", "fp8")
+    assert (read.context_length, read.max_running_requests, read.chunked_prefill_size) == (131072, 8, 4096)
+    assert (read.reasoning_parser, read.tool_call_parser) == ("deepseek-v4", "deepseekv4")
+    assert read.moe_runner_backend == ("humming" if backend == "humming" else "marlin")
+    assert read.speculative_algorithm == ("DSPARK" if dspark else None)
+    assert read.skip_server_warmup is not dspark and read.api_key is None
+
+
+def test_refused_arguments_are_those_of_sglang(parser: argparse.ArgumentParser) -> None:
+    names = {name for action in parser._actions for name in action.option_strings}
+    refused = {name for name in names if list(launch.contradictions([name]))}
+    # The level of the log is free in part.
+    assert refused == {*launch._OWNED, "--log-level"}
+    # Each of them is refused by its own name, not because another one begins alike.
+    assert all(next(launch.contradictions([name]))[0] == name for name in refused)
+
+
+def test_installed_files_are_the_pinned_ones() -> None:
+    assert list(gate.changed_files(Path(sglang.__path__[0]))) == []
+
+
+def test_server_process_parses_with_the_shim_in_force() -> None:
+    command = [sys.executable, "-m", "dsv4convert.runtime.server", "--", "--help"]
+    path = os.pathsep.join([os.fspath(contract.SITE), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "--moe-runner-backend" in done.stdout
+
+
+MODULES = (
+    "model.layers.0.self_attn.wqkv_a",
+    "model.layers.0.mlp.shared_experts.gate_up_proj",
+    "model.layers.0.mlp.shared_experts.down_proj",
+    "model.layers.10.mlp.experts",
+    "stages.0.main_proj",
+    "stages.1.mlp.experts",
+    "model.e_proj",
+)
+WORDS = (
+    "model",
+    "layers",
+    "0",
+    "1",
+    "10",
+    "self_attn",
+    "mlp",
+    "experts",
+    "gate_proj",
+    "up_proj",
+    "mtp",
+    "w1",
+    "",
+)
+
+
+def _random_entry(choose: random.Random) -> str:
+    parts = choose.choice(MODULES).split(".")
+    first = choose.randrange(len(parts))
+    entry = parts[first : choose.randint(first + 1, len(parts))]
+    entry += [choose.choice(WORDS)] if choose.random() < 0.3 else []
+    part = choose.choice(("gate_up_proj", "gate_proj", "up_proj"))
+    return ".".join(part if word == "gate_up_proj" else word for word in entry)
+
+
+def test_skip_lists_are_read_as_sglang_reads_them() -> None:
+    choose, both = random.Random(0), {True: 0, False: 0}
+    for _ in range(20_000):
+        entries = [_random_entry(choose) for _ in range(choose.randint(1, 3))]
+        module = choose.choice(MODULES)
+        # As `Fp8Config.from_config` prepares the list.
+        bases = [entry.removeprefix("model.") for entry in entries]
+        try:
+            skipped = is_layer_skipped(module, [form for base in bases for form in (base, f"model.{base}")])
+        except ValueError:  # Parts of a fused module that are not skipped alike.
+            skipped = False
+        assert is_skipped(module, entries) is skipped, (module, entries)
+        both[skipped] += 1
+    assert min(both.values()) > 1000
