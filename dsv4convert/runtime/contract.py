@@ -31,7 +31,10 @@ GUARD_LINE: Final = "dsv4convert guard:"
 
 #: File below the package ``sglang`` -> SHA-256. Patched files, and those whose behaviour a patch rests on.
 HASHES: Final[Mapping[str, str]] = {
+    "jit_kernel/csrc/deepseek_v4/c_plan.cuh": "6fa3a2a0cef7a4d751f21bfafd09b770bfca92b57cbfc76186d16b337397e497",
+    "jit_kernel/csrc/deepseek_v4/fused_norm_rope_v2.cuh": "83cf06154b8ee047073aac91a29b49eeedd2f21efe289a274c719bf8a1298594",
     "jit_kernel/dsv4/compress.py": "a49bdf2b32e34da75ed665fcf7ebe7d7143a7d25cdb1e94192e8512d226597bb",
+    "jit_kernel/include/sgl_kernel/deepseek_v4/compress_v2.cuh": "a3d2a13e2ffa149ee5ef8cc4d787bd52f9057cd6e2f0017d4c846b40db4bcf92",
     "kernels/ops/attention/flash_mla_sm120.py": "560837536f54bb7a38caed26e5967650ed0a13b73e3065e9e5584eb2ad34d799",
     "srt/arg_groups/overrides.py": "a897f4787c5d6c6c01be71dee42b5322dcb6cdf1efeb981f0d4f2efa026a5e9e",
     "srt/entrypoints/engine.py": "3fc01012d5e06050767573a31ea6a5b07447e88136d23cb7fd8454743dac1db4",
