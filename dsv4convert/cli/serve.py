@@ -24,6 +24,22 @@ if TYPE_CHECKING:
     from dsv4convert.runtime.preflight import Preflight
     from dsv4convert.runtime.supervise import Outcome
 
+_PREFLIGHT_EXITS = """\b
+Exit status:
+  0  ready to serve
+  1  findings: something is in the way
+  2  usage
+  4  environment or I/O: running the same command again is safe
+  5  internal error"""
+_SERVE_EXITS = """\b
+Exit status:
+  0  shown, with --dry-run
+  2  usage, for instance an argument of SGLang that is not free
+  3  refused: the preflight found errors, or a guard failed and the server was ended
+  4  the server ended by itself, or was not ready in time
+  5  internal error
+  129, 130, 143  stopped by SIGHUP, SIGINT, SIGTERM"""
+
 _LAUNCH_OPTIONS = (
     click.option(
         "--tp", type=click.IntRange(1, 64), default=4, show_default=True, help="GPUs to split over."
@@ -108,7 +124,7 @@ def _require_own(extra: tuple[str, ...]) -> None:
         raise click.UsageError("these arguments of SGLang are not free here:\n  " + "\n  ".join(faults))
 
 
-@click.command(epilog=EXIT_HELP)
+@click.command(epilog=_PREFLIGHT_EXITS)
 @_launch_options
 @click.option("--strict", is_flag=True, help="Let warnings fail too.")
 @command_options
@@ -158,7 +174,7 @@ def _preflight_lines(found: Preflight, strict: bool) -> Iterator[str]:
     yield "ready to serve" if found.ok(strict=strict) else f"NOT ready: {told}"
 
 
-@click.command(epilog=EXIT_HELP)
+@click.command(epilog=_SERVE_EXITS)
 @_launch_options
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED, metavar="[-- SGLANG ARGUMENTS]")
 @click.option("--dry-run", is_flag=True, help="Show environment and command, start nothing.")

@@ -50,15 +50,15 @@ def _too_few(seen: Mapping[str, Any], count: int, tp: int) -> Finding:
     if seen["cuda"] is None:
         problem = "torch was built without CUDA"
         hint = "install the CUDA build of torch that SGLang pins"
-        return finding("gpu.count", "torch", problem, expected=f"{tp:,} GPUs", found=found, hint=hint)
+        return finding("gpu.count", "torch", problem, expected=f"at least {tp:,}", found=found, hint=hint)
     driver = _driver()
     if len(driver) > count:
         problem = f"the driver shows {len(driver):,} GPUs, torch fewer"
         hint = "look at `CUDA_VISIBLE_DEVICES`, the driver version and what the container was given"
         if seen["stderr"]:
             found = f"{found} and: {seen['stderr']}"
-        return finding("gpu.count", "torch", problem, expected=f"{tp:,}", found=found, hint=hint)
-    return finding("gpu.count", "torch", problem, expected=f"{tp:,}", found=found)
+        return finding("gpu.count", "torch", problem, expected=f"at least {tp:,}", found=found, hint=hint)
+    return finding("gpu.count", "torch", problem, expected=f"at least {tp:,}", found=found)
 
 
 def _driver() -> list[str]:

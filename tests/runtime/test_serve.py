@@ -172,9 +172,8 @@ def test_server_does_not_outlive_serve(serve: Callable[..., Running], fake: Fake
     fake.plan(lines=[*guard_lines()], drains=0.0)
     running = serve()
     running.wait_for("ready after")
-    server = int(
-        subprocess.run(["pgrep", "-P", str(running.process.pid)], capture_output=True, text=True).stdout
-    )
+    pid = running.process.pid
+    (server,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     running.process.kill()
     running.end()
     assert gone(server)
@@ -249,7 +248,7 @@ def test_server_that_never_gets_ready(
     hang: dict[str, object], serve: Callable[..., Running], fake: FakeServing
 ) -> None:
     fake.plan(lines=[*guard_lines(), "compiling"], **hang)
-    running = serve("-q", "--ready-timeout", 5)
+    running = serve("-q", "--ready-timeout", 12)
     assert running.end() == 4
     assert "[serve.timeout]" in running.said() and "compiling" in running.said()
 
