@@ -131,8 +131,9 @@ def limited_swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
 
 def weighted_sum(outputs: Tensor, topk_weights: Tensor) -> Tensor:
     """Return ``sum_j topk_weights[t, j] * outputs[t * k + j]`` in float32, [T, H] bfloat16."""
-    each = outputs.reshape(*topk_weights.shape, -1) * topk_weights[..., None]
-    return each.sum(1).bfloat16()
+    # The last size is given, not inferred: without tokens it could not be.
+    by_token = outputs.view(*topk_weights.shape, outputs.shape[-1])
+    return (by_token * topk_weights[..., None]).sum(1).bfloat16()
 
 
 def fused_moe(

@@ -41,7 +41,8 @@ def align_experts(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, T
     counts, chunk = None, CHUNK
     if pairs > SMALL:
         # Every block reads the counts of all chunks, so many pairs want larger chunks.
-        chunk = CHUNK if pairs <= 64 * CHUNK else 4 * CHUNK
+        while chunk < 4 * CHUNK and pairs > 96 * chunk:
+            chunk *= 2
         counts = torch.empty((triton.cdiv(pairs, chunk), bins), dtype=torch.int32, device=device)
         count_kernel[counts.shape[:1]](
             topk_ids, counts, sorted_ids, expert_ids, pairs, size,

@@ -6,6 +6,8 @@ captured in a CUDA graph and replayed with another routing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -18,9 +20,10 @@ from kernels_ref.sm80.quantize import quantize_rows
 from kernels_ref.sm80.tiles import Plan, Tile, choose
 from kernels_ref.tensors import Int8Shift
 
-__all__ = ["align_experts", "fused_moe", "grouped_gemm"]
+__all__ = ["align_experts", "fused_moe", "grouped_gemm", "warm_up"]
 
 _REDUCE_COLUMNS = 1024
+_KERNELS = {"few": few_kernel, "many": many_kernel}
 
 
 def fused_moe(
@@ -44,9 +47,9 @@ def fused_moe(
         topk_weights: [T, k] float32; whatever factor routing applies is already in them.
         topk_ids: [T, k] int32; an entry below 0 contributes nothing.
         limit: Bound of SwiGLU's inputs.
-        arithmetic: ``w4a8``, ``w4a16``, or ``auto``: what the tile table says for this number of tokens.
+        arithmetic: ``w4a8``, ``w4a16``, or ``auto``: what the table says for this number of tokens.
         out: [T, H] bfloat16 to write to.
-        plan: Tiles to use; by default those of the table.
+        plan: Arithmetic and tiles to use; by default those of the table.
 
     Returns:
         [T, H] bfloat16.
@@ -59,8 +62,8 @@ def fused_moe(
     out = torch.empty_like(x) if out is None else out
     if not tokens:
         return out
-    plan = choose(tokens, intermediate) if plan is None else plan
-    digits = 1 if (plan.arithmetic if arithmetic == "auto" else arithmetic) == "w4a8" else 2
+    plan = choose(tokens, intermediate, arithmetic) if plan is None else plan
+    digits = 1 if plan.arithmetic == "w4a8" else 2
     ids = topk_ids.contiguous()
     weights = topk_weights.contiguous()
     k, pairs, experts = ids.shape[1], ids.numel(), w13.channel_scale.shape[0]
@@ -120,29 +123,50 @@ def grouped_gemm(
         gated: Rows n and N / 2 + n of a matrix are gate and up.
         limit: Bound of SwiGLU's inputs.
     """
-    digits, k = q.shape[1:]
     n = weight.channel_scale.shape[1]
-    rows = _rows(tile, n)
-    blocks = expert_ids.numel()
-    common = {
+    constants = _constants(n, q.shape[2], tile, topk, columns, q.shape[1], gated, limit is not None)
+    arguments = (q, scale, *weight, sorted_ids, expert_ids, out, out.shape[0], limit or 0.0)
+    tiles, blocks = n // constants["ROWS"], expert_ids.numel()
+    grid = (tiles * blocks,) if tile.kernel == "many" else (tiles, blocks)
+    _KERNELS[tile.kernel][grid](*arguments, **constants)
+
+
+def warm_up(n: int, k: int, tile: Tile, topk: int, columns: int, digits: int, gated: bool) -> None:
+    """Compile what `grouped_gemm` launches for matrices [n, k], with limited SwiGLU when gated."""
+    ids = torch.int32 if columns else None
+    types = (
+        torch.int8,
+        torch.float32,
+        torch.uint8,
+        torch.uint8,
+        torch.float32,
+        ids,
+        torch.int32,
+        torch.bfloat16,
+    )
+    constants = _constants(n, k, tile, topk, columns, digits, gated, gated)
+    kernel = _KERNELS[tile.kernel].warmup(*types, 16, 1.0, **constants, grid=(1,))
+    kernel._init_handles()
+
+
+def _constants(
+    n: int, k: int, tile: Tile, topk: int, columns: int, digits: int, gated: bool, limited: bool
+) -> dict[str, Any]:
+    """Return the compile-time arguments and options of a product's kernel."""
+    return {
         "N": n,
         "K": k,
         "TOPK": topk,
         "GATED": gated,
-        "LIMITED": limit is not None,
+        "LIMITED": limited,
         "DIGITS": digits,
         "COLUMNS": columns or 8,
-        "ROWS": rows,
+        "ROWS": _rows(tile, n),
         "HALVES": _halves(tile, k),
         "STAGES": tile.stages,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    arguments = (q, scale, *weight, sorted_ids, expert_ids, out, out.shape[0], limit or 0.0)
-    if tile.kernel == "many":
-        many_kernel[(n // rows * blocks,)](*arguments, **common)
-    else:
-        few_kernel[(n // rows, blocks)](*arguments, **common)
 
 
 def _rows(tile: Tile, n: int) -> int:

