@@ -17,7 +17,10 @@ from sglang.srt.server_args import ServerArgs
 from dsv4convert.handoff import is_skipped
 from dsv4convert.memory import Demand
 from dsv4convert.runtime import contract, gate, launch
+from dsv4convert.runtime.guards import Guards
+from dsv4convert.runtime.patches import guard
 from dsv4convert.runtime.settings import MOE_BACKENDS
+from tests.sglang import world
 
 DEMAND = Demand(context=131072, concurrency=8)
 
@@ -63,6 +66,20 @@ def test_server_process_parses_with_the_shim_in_force() -> None:
     environ = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "--moe-runner-backend" in done.stdout
+
+
+def test_lines_of_the_shim_are_those_serve_waits_for(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Said once per process, and this one may have said it before.
+    guard._announce.cache_clear()
+    watch = Guards(1, dspark=True, backend="ours")
+    with caplog.at_level("INFO", "dsv4convert.runtime"):
+        for draft in (False, True):
+            assert watch.missing()
+            world.load(shelf / "0731-int8", draft=draft)
+            for record in caplog.records:
+                watch.feed(f"[2026-11-29 22:00:00] {record.getMessage()}")
+            caplog.clear()
+    assert watch.missing() == () and watch.failed == ()
 
 
 MODULES = (
