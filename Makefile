@@ -86,6 +86,7 @@ test: lint test-sglang
 
 # SGLang without its dependencies: what it imports here needs no GPU, and its CUDA libraries are 5 GB.
 $(VENV_SGLANG)/.ready: constraints/sglang.txt
+	@$(PYTHON_SGLANG) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 13) or sys.exit("error: `$(PYTHON_SGLANG)`: the pins for SGLang 0.5.16 are for Python 3.11 and 3.12, found %d.%d\nhint: make PYTHON_SGLANG=python3.11" % v[:2])'
 	@echo "installing SGLang 0.5.16 into $(VENV_SGLANG) (about two minutes, once)"
 	@$(PYTHON_SGLANG) -m venv --clear $(VENV_SGLANG)
 	@$(PY_SGLANG) -m pip install -qq --disable-pip-version-check --requirement $<

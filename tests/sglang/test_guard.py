@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.quantization import fp8
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8, mxfp4_marlin_moe
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
 
@@ -241,6 +242,22 @@ def test_int8_is_for_our_kernels_only(shelf: Path, monkeypatch: pytest.MonkeyPat
         "error: `DSV4_SM80_MOE`: this backend of the routed experts reads layout `mxfp4` only: "
         f"expected ours, found {backend}   [shim.layout]"
     )
+
+
+@pytest.mark.parametrize("backend", ["marlin", "humming"])
+def test_mxfp4_is_for_the_other_backends_too(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """SGLang's own classes, in processes that were started with the switch; the card is asked later."""
+    stock = mxfp4_marlin_moe.Mxfp4MarlinMoEMethod.__mro__[1]
+    monkeypatch.setattr(mxfp4_marlin_moe, "Mxfp4MarlinMoEMethod", stock)
+    monkeypatch.setattr(fp8, "get_moe_runner_backend", lambda: MoeRunnerBackend(backend))
+    monkeypatch.setenv("DSV4_SM80_MOE", backend)
+    layer = world.build(shelf / "0731-mxfp4").model.model.layers[0].mlp.experts
+    assert type(layer.quant_method).__name__ == f"Mxfp4{backend.title()}MoEMethod"
+    monkeypatch.setenv("DSV4_SM80_MOE", "ours")
+    with pytest.raises(Refused, match="the routed experts of this layer run elsewhere"):
+        world.build(shelf / "0731-mxfp4")
 
 
 def test_experts_that_run_elsewhere_are_refused(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
