@@ -120,6 +120,14 @@ def pairs_of_block(SORTED, block, pairs, COLUMNS: tl.constexpr, DIGITS: tl.const
 
 
 @triton.jit
+def activation_columns(X, pair, pairs, K: tl.constexpr, TOPK: tl.constexpr, DIGITS: tl.constexpr):
+    """Return pointers to the first 32 activations of each column, [32, columns]; without a pair, of row 0."""
+    row = (tl.where(pair < pairs, pair, 0) // TOPK).to(tl.int64) * DIGITS
+    row += tl.arange(0, pair.shape[0]) % DIGITS
+    return X + row[None, :] * K + tl.arange(0, 32)[:, None]
+
+
+@triton.jit
 def store_block(
     acc, X_SCALE, CHANNEL_SCALE, SORTED, OUT, rows, first, block, pairs, limit,
     N: tl.constexpr, TOPK: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
@@ -164,10 +172,7 @@ def few_kernel(
         rows = expert.to(tl.int64) * N + matrix_rows(first, N, ROWS, GATED)
         pair = pairs_of_block(SORTED, block, pairs, COLUMNS, DIGITS)
         valid = (pair < pairs)[None, :]
-        x_row = (tl.where(pair < pairs, pair, 0) // TOPK).to(tl.int64) * DIGITS + tl.arange(
-            0, COLUMNS
-        ) % DIGITS
-        x = X + x_row[None, :] * K + tl.arange(0, 32)[:, None]
+        x = activation_columns(X, pair, pairs, K, TOPK, DIGITS)
         codes = CODES + rows[:, None] * (K // 2) + code_offsets()[None, :]
         acc = tl.zeros((ROWS, COLUMNS), tl.int32)
         for step in tl.range(0, K // (64 * HALVES), num_stages=STAGES):

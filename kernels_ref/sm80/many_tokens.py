@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels_ref.sm80.few_tokens import (
+    activation_columns,
     activation_offset,
     load_shifts,
     matrix_rows,
@@ -39,10 +40,7 @@ def many_kernel(
         rows = expert.to(tl.int64) * N + matrix_rows(first, N, ROWS, GATED)
         pair = pairs_of_block(SORTED, block, pairs, COLUMNS, DIGITS)
         # Padding reads row 0; its columns are not stored.
-        x_row = (tl.where(pair < pairs, pair, 0) // TOPK).to(tl.int64) * DIGITS + tl.arange(
-            0, COLUMNS
-        ) % DIGITS
-        x = X + x_row[None, :] * K + tl.arange(0, 32)[:, None]
+        x = activation_columns(X, pair, pairs, K, TOPK, DIGITS)
         codes = CODES + rows[:, None] * (K // 2) + code_offsets()[None, :]
         acc = tl.zeros((ROWS, COLUMNS), tl.int32)
         for step in tl.range(0, K // (64 * HALVES), num_stages=STAGES):

@@ -10,7 +10,7 @@ import pytest
 from kernels_ref.sm80 import tiles
 from kernels_ref.sm80.moe import _halves, _rows
 from kernels_ref.sm80.tiles import DEFAULT, Plan, Tile, choose
-from kernels_ref.sm80.tune import FAMILIES, merge
+from kernels_ref.sm80.tune import FAMILIES, merge, preferred
 
 PLAN = Plan(8, "w4a16", 0, Tile("few", 16, 1, 3, 4), Tile("few", 32, 1, 3, 2))
 PLANS = list({plan: 0 for table in DEFAULT.values() for plans in table.values() for plan in plans})
@@ -106,3 +106,8 @@ def test_neighbours_that_differ_in_tokens_only_become_one() -> None:
 def test_both_arithmetics_are_measured_for_every_number_of_tokens() -> None:
     for tokens in (1, 8, 9, 64, 300, 2048, 10**6):
         assert {f.arithmetic for f in FAMILIES if f.first <= tokens <= f.last} == {"w4a16", "w4a8"}
+
+
+@pytest.mark.parametrize(("w4a8", "choice"), [(91.0, "w4a16"), (89.0, "w4a8")])
+def test_coarse_arithmetic_needs_more_than_ten_percent(w4a8: float, choice: str) -> None:
+    assert preferred({"w4a16": (100.0, PLAN), "w4a8": (w4a8, PLAN)}) == choice
