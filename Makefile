@@ -48,7 +48,7 @@ $(VENV)/.package: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.tools: $(VENV)/.package
 	@echo "installing the test tools into $(VENV)"
-	@$(PIP_INSTALL) --editable '.[dev,oracle,probe,report]'
+	@$(PIP_INSTALL) --editable '.[dev,oracle,probe,report,smoke]'
 	@touch $@
 
 comma := ,

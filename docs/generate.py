@@ -55,6 +55,8 @@ _FAMILIES = {
     "report": "The report page",
     "probe": "Running the model",
     "golden": "Golden files",
+    "smoke": "Running servers",
+    "bench": "Serving benchmarks",
     "expect": "Expectations of a script",
     "online": "Questions to the Hub",
     "io": "Reading and writing",

@@ -88,7 +88,7 @@ def test_errors_page_has_every_code_once(code: str) -> None:
 def test_named_codes_exist(page: Path) -> None:
     families = "|".join(sorted({code.partition(".")[0] for code in CATALOG}))
     named = re.findall(rf"[`\[]((?:{families})\.[a-z0-9]+(?:-[a-z0-9]+)*)[`\]]", _text(page))
-    known = [*CATALOG, "config.json", "golden.json", "manifest.md", "probe.md", "report.md"]
+    known = [*CATALOG, "config.json", "golden.json", "manifest.md", "probe.md", "report.md", "smoke.md"]
     assert [code for code in named if code not in known] == []
 
 

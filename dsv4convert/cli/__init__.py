@@ -10,8 +10,9 @@ from dsv4convert.cli.commands import main
 from dsv4convert.cli.probe import probe
 from dsv4convert.cli.report import report
 from dsv4convert.cli.serve import keygen, preflight, serve
+from dsv4convert.cli.smoke import smoke
 
-for _command in (probe, report, preflight, serve, keygen):
+for _command in (probe, report, preflight, serve, keygen, smoke):
     main.add_command(_command)
 
 __all__ = ["main"]

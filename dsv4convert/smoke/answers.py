@@ -1,0 +1,107 @@
+"""What every protocol is asked and answers, in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "tool", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function: what the model wants to be run.
+
+    Attributes:
+        id: The server's name for it.
+        name: Name of the function.
+        arguments: JSON text.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation.
+
+    Attributes:
+        role: Who speaks; a ``tool`` turn is the result of a call.
+        text: What is said.
+        calls: What an assistant calls.
+        call_id: Which call this is the result of.
+    """
+
+    role: Literal["user", "assistant", "tool"]
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        text: Everything that was said, reasoning first.
+        finish: Why it ended; empty when the protocol does not say.
+        prompt_tokens: Tokens of the prompt, None without a count.
+        completion_tokens: Tokens of the answer, None without a count.
+        calls: Functions that were called.
+        faults: What the protocol promises and is not there; only streams can lack something.
+    """
+
+    text: str
+    finish: Finish
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    calls: tuple[Call, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call.
+
+    Attributes:
+        name: Its name.
+        description: What it does, for the model.
+        parameters: JSON schema of its arguments, an object.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+def pick(value: Any, *path: str | int) -> Any:
+    """Return what lies at a path of keys and positions, None where the path ends early."""
+    for step in path:
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and isinstance(step, int) and -len(value) <= step < len(value):
+            value = value[step]
+        else:
+            return None
+    return value
+
+
+def text_at(value: Any, *path: str | int) -> str:
+    """Return the text at a path, empty if there is none."""
+    found = pick(value, *path)
+    return found if isinstance(found, str) else ""
+
+
+def count_at(value: Any, *path: str | int) -> int | None:
+    """Return the count at a path, None if there is none."""
+    found = pick(value, *path)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def rows_at(value: Any, *path: str | int) -> Sequence[Any]:
+    """Return the list at a path, empty if there is none."""
+    found = pick(value, *path)
+    return found if isinstance(found, list) else ()

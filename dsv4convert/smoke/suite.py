@@ -1,0 +1,121 @@
+"""All checks of a suite, in order, and their report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dsv4convert.errors import Finding, errors_of, finding
+from dsv4convert.smoke import access, scale, talk, tokens
+from dsv4convert.smoke.checks import Check, Outcome, Result, Scene
+from dsv4convert.smoke.server import Server, Trouble
+
+#: What no check here can see.
+NOT_CHECKED: Final = (
+    "quality of answers beyond these questions",
+    "sampling at other temperatures",
+    "images, stored Responses, and functions in streams",
+    "speed: `dsv4convert bench-serve` measures it",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Smoke:
+    """What a suite found.
+
+    Attributes:
+        server: Who was asked.
+        suite: ``quick`` or ``full``.
+        outcomes: Every check, in order.
+        lost: Why no more was asked, if the server stopped answering.
+    """
+
+    server: Server
+    suite: str
+    outcomes: tuple[Outcome, ...]
+    lost: Finding | None = None
+
+    @property
+    def not_checked(self) -> tuple[str, ...]:
+        """What no suite looks at."""
+        return NOT_CHECKED
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings, of all checks."""
+        found = [f for outcome in self.outcomes for f in outcome.findings]
+        return (*found, self.lost) if self.lost else tuple(found)
+
+    def ok(self, *, strict: bool = False) -> bool:
+        """Tell whether there are no errors or, under `strict`, no findings at all."""
+        return not (self.findings if strict else errors_of(self.findings))
+
+    def counts(self) -> Counter[str]:
+        """Return how many checks ended in each state."""
+        return Counter(outcome.state for outcome in self.outcomes)
+
+    def as_dict(self, *, strict: bool = False) -> dict[str, Any]:
+        """Return the JSON form; its ``ok`` is the verdict of the exit status."""
+        errors = len(errors_of(self.findings))
+        info = self.server.info
+        return {
+            "ok": self.ok(strict=strict),
+            "url": self.server.url,
+            "suite": self.suite,
+            "server": {
+                "model": self.server.model,
+                "context": self.server.context,
+                "sglang": info.get("version"),
+                "speculative_algorithm": info.get("speculative_algorithm"),
+            },
+            "lost": self.lost is not None,
+            "errors": errors,
+            "warnings": len(self.findings) - errors,
+            "checks": [outcome.as_dict() for outcome in self.outcomes],
+            "not_checked": list(NOT_CHECKED),
+            "findings": [f.as_dict() for f in self.findings],
+        }
+
+
+def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outcome: None) -> Smoke:
+    """Ask everything; a check that fails stops no other, a server that has gone stops all.
+
+    Args:
+        scene: Who is asked, and what.
+        on_outcome: Called after every check.
+    """
+    suite = "full" if scene.terms.full else "quick"
+    outcomes: list[Outcome] = []
+    lost = None
+    for check in _checks(scene):
+        if lost:
+            outcome = Outcome(check.name, check.asserts, "not run", "the server had stopped answering")
+        else:
+            outcome, lost = _run(scene.server, check)
+        outcomes.append(outcome)
+        on_outcome(outcome)
+    return Smoke(scene.server, suite, tuple(outcomes), lost)
+
+
+def _checks(scene: Scene) -> Iterator[Check]:
+    for part in (access, talk, tokens, scale):
+        yield from (check for check in part.checks(scene) if scene.terms.full or check.in_quick)
+
+
+def _run(server: Server, check: Check) -> tuple[Outcome, Finding | None]:
+    """Run a check; also return why nothing more can be asked, if the server has gone."""
+    started = time.monotonic()
+    try:
+        result, trouble = check.run(), None
+    except Trouble as caught:
+        code = "smoke.timeout" if caught.kind == "timeout" else "smoke.answer"
+        result, trouble = Result((finding(code, check.name, f"{caught}"),)), caught
+    outcome = Outcome.of(check, result, time.monotonic() - started)
+    lost = None
+    if trouble and trouble.kind in ("timeout", "connection") and not server.is_alive():
+        problem = f"the server stopped answering during `{check.name}`"
+        lost = finding("smoke.unreachable", server.url, problem, found=f"{trouble}")
+    return outcome, lost

@@ -1,0 +1,477 @@
+"""A server that speaks the three protocols and SGLang's own over a model of rules; its faults are switches.
+
+The model is a function: what follows token ids is decided by all of them, and what is said in a conversation
+by its text. Wire formats are those of SGLang 0.5.16: `srt/entrypoints/openai/protocol.py`,
+`srt/entrypoints/anthropic/protocol.py` and `srt/managers/tokenizer_manager.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+MODEL: Final = "tiny-int8"
+KEY: Final = "k3y-of-the-tests-0123456789abcdef"
+#: Gap between the winner and the runner-up, in nats; and that of a tie.
+GAP: Final = 2.0
+TIE: Final = 0.1
+#: Guesses of the draft for each step.
+GUESSES: Final = 5
+_WORDS: Final = ("Rhine", "Danube", "Elbe", "Loire", "Vistula", "Tagus", "Oder", "Seine", "Ebro", "Po")
+
+
+def follow(ids: Sequence[int]) -> int:
+    """Return the token after others."""
+    return 100 + zlib.crc32(b"".join(i.to_bytes(4, "little") for i in ids)) % 900
+
+
+def golden(prompt: Sequence[int], text: str | None = None, steps: int = 8) -> dict[str, Any]:
+    """Return the content of a golden file for this model; with `text`, of a chat.
+
+    Its third step is close: the runner-up lies `TIE` behind.
+    """
+    ids, rows = list(prompt), []
+    words = _pieces(_speech(f"user: {text}")) if text else []
+    for number in range(steps):
+        token = follow(ids)
+        gap = TIE if number == 2 else GAP
+        top = [(token, -0.5), (token + 1, -0.5 - gap), (token + 2, -0.5 - 2 * GAP)]
+        shown = [{"token": t, "text": None, "logprob": p} for t, p in top]
+        rows.append({"token": token, "margin": gap, "top": shown})
+        ids.append(token)
+    answer = "".join(words[:steps]) if text else None
+    checkpoint = {"name": "tiny", "title": "tiny", "headers_sha256": "0" * 64, "manifest_sha256": None}
+    return {
+        "schema": "dsv4convert-golden-1",
+        "tool": {"name": "dsv4convert", "version": "0"},
+        "checkpoint": checkpoint,
+        "numerics": "exact",
+        "prompt": {"ids": list(prompt), "text": text, "chat": text is not None},
+        "steps": rows,
+        "text": answer,
+        "agreement": None,
+    }
+
+
+def chat_ids(text: str) -> list[int]:
+    """Return the ids of one user turn: begin, speaker, its pieces, speaker."""
+    return [0, 1, *(zlib.crc32(piece.encode()) % 10**6 for piece in _pieces(text)), 2]
+
+
+def _pieces(text: str) -> list[str]:
+    return re.findall(r"\S+\s*", text)
+
+
+def _speech(conversation: str) -> str:
+    """Return what the model says to a conversation, a text of lines ``role: text``."""
+    if frame := re.search(r"number on its frame is (\d+)(?s:.*)number on the frame", conversation):
+        return f"{frame[1]}."
+    if locker := re.search(r"locker is (\d+)(?s:.*)number of the locker", conversation):
+        return f"It is {locker[1]}."
+    if pieces := re.search(r'\{"pieces": (\d+)\}', conversation):
+        return f"There are {pieces[1]} of them."
+    seed = zlib.crc32(conversation.encode())
+    return " ".join(_WORDS[(seed >> shift % 25) % len(_WORDS)] for shift in range(0, 60)) + "."
+
+
+class FakeChat(ThreadingHTTPServer):
+    """The server, in threads of this process.
+
+    Attributes:
+        faults: Names of what it does wrong; see the methods that ask for them.
+        draft: A DSpark draft runs.
+        is_dead: It closes every connection without an answer.
+        key: The key it asks for; empty for none.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, key: str = KEY) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.faults: set[str] = set()
+        self.draft = False
+        self.is_dead = False
+        self.key = key
+        self.seen: list[tuple[str, dict[str, str]]] = []
+        self.running = 0
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def has(self, fault: str) -> bool:
+        """Tell whether a fault is on."""
+        return fault in self.faults
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about clients that went away."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # Headers and body leave together.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    server: FakeChat
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    # ---- what is asked
+
+    def do_GET(self) -> None:
+        path = self.path
+        if self._is_dead():
+            return
+        if path == "/health":
+            self._send({}, 503 if self.server.has("not-ready") else 200)
+        elif path == "/metrics":
+            self._text(200, 'sglang:spec_accept_length{model_name="tiny"} 3.0\n')
+        elif self._is_refused():
+            self._send({"error": "Unauthorized"}, 401)
+        elif path == "/v1/models":
+            name = "another" if self.server.has("no-model") else MODEL
+            card = {"id": name, "object": "model", "created": 1, "owned_by": "sglang", "max_model_len": 4096}
+            self._send({"object": "list", "data": [] if self.server.has("empty-list") else [card]})
+        elif path in ("/server_info", "/get_server_info"):
+            self._send(self._info())
+        elif path in ("/model_info", "/get_model_info"):
+            self._send({"model_path": "/models/tiny"})
+        else:
+            self._send({"detail": "Not Found"}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        path = self.path.partition("?")[0]
+        self.server.seen.append((path, dict(self.headers)))
+        if self._is_dead():
+            return
+        if self._is_refused():
+            self._send({"error": "Unauthorized"}, 401)
+        elif path == "/v1/chat/completions":
+            self._chat(body)
+        elif path == "/v1/responses":
+            self._responses(body)
+        elif path == "/v1/messages":
+            self._messages(body)
+        elif path == "/v1/messages/count_tokens":
+            self._send({"input_tokens": len(self._prompt(_from_messages(body)))})
+        elif path == "/generate":
+            self._generate(body)
+        else:
+            self._send({"detail": "Not Found"}, 404)
+
+    def _is_dead(self) -> bool:
+        self.close_connection = self.close_connection or self.server.is_dead
+        return self.server.is_dead
+
+    def _is_refused(self) -> bool:
+        key, given = self.server.key, self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not key or (self.server.has("open") and not given and self.path == "/v1/messages"):
+            return False
+        if self.server.has("half-key") and given and key.startswith(given):
+            return False
+        return given != key
+
+    def _info(self) -> dict[str, Any]:
+        shown = None
+        if self.server.has("leak"):
+            shown = self.server.key
+        elif self.server.has("leak-prefix") and self.path == "/get_server_info":
+            shown = f"{self.server.key[:12]}..."
+        draft = "DSPARK" if self.server.draft else None
+        state = {"api_key": shown, **({"avg_spec_accept_length": 3.0} if draft else {})}
+        states = [state]
+        return {
+            "version": "0.5.16",
+            "speculative_algorithm": draft,
+            "grammar_backend": "xgrammar",
+            "internal_states": states,
+        }
+
+    # ---- what is said
+
+    def _prompt(self, turns: list[tuple[str, str]]) -> list[int]:
+        extra = [7] if self.server.has("template") else []
+        return [0, *extra, *(i for role, text in turns for i in (len(role), *chat_ids(text)[2:-1])), 2]
+
+    def _says(self, turns: list[tuple[str, str]], limit: int) -> tuple[list[str], str]:
+        """Return the pieces of an answer, and why it ended."""
+        if self.server.has("forgets"):
+            turns = turns[-1:]
+        speech = _speech("\n".join(f"{role}: {text}" for role, text in turns))
+        if self.server.has("no-needle") and "locker" in turns[-1][1]:
+            speech = "I do not know."
+        pieces = _pieces(speech)
+        return pieces[:limit], "length" if len(pieces) > limit else "stop"
+
+    def _chat(self, body: dict[str, Any]) -> None:
+        turns = [(m["role"], m.get("content") or "") for m in body["messages"]]
+        limit = body["max_tokens"]
+        if body.get("logprobs") and self.server.draft:
+            self._send({"message": "return_logprob is not supported"}, 400)
+            return
+        if body.get("tools") and turns[-1][0] == "user":
+            self._chat_call(body, turns)
+            return
+        pieces, finish = self._says(turns, limit)
+        if body.get("response_format"):
+            pieces, finish = (
+                (["green"] if self.server.has("no-grammar") else ['{"colour": ', '"green"}']),
+                "stop",
+            )
+        if self.server.has("wrong-text") and turns[-1][1].startswith("Say"):
+            pieces[4] = "Styx "
+        usage = _usage(len(self._prompt(turns)), len(pieces))
+        if body.get("stream"):
+            if self.server.has("stream-differs"):
+                pieces[3] = "Styx "
+            elif self.server.has("stream-ties"):
+                pieces[3] = "Meuse "
+            self._chat_stream(pieces, finish, usage, body.get("stream_options"))
+            return
+        message = {"role": "assistant", "content": "".join(pieces)}
+        logprobs = {"content": list(map(_chat_logprob, pieces))} if body.get("logprobs") else None
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": logprobs}
+        self._send({**_chat_head("chat.completion"), "choices": [choice], "usage": usage})
+
+    def _chat_call(self, body: dict[str, Any], turns: list[tuple[str, str]]) -> None:
+        choice = body.get("tool_choice")
+        name = (
+            choice["function"]["name"] if isinstance(choice, dict) else body["tools"][0]["function"]["name"]
+        )
+        if self.server.has("unnamed-tool"):
+            name = body["tools"][0]["function"]["name"]
+        arguments = "article=bell" if self.server.has("bad-call") else '{"article": "bell"}'
+        call = {"id": "call_9", "type": "function", "function": {"name": name, "arguments": arguments}}
+        calls = [] if self.server.has("no-call") else [call]
+        message = {
+            "role": "assistant",
+            "content": None if calls else "I cannot.",
+            "tool_calls": calls or None,
+        }
+        finish = "tool_calls" if calls else "stop"
+        choices = [{"index": 0, "message": message, "finish_reason": finish}]
+        usage = _usage(len(self._prompt(turns)), 5)
+        self._send({**_chat_head("chat.completion"), "choices": choices, "usage": usage})
+
+    def _chat_stream(self, pieces: list[str], finish: str, usage: Any, options: Any) -> None:
+        head = _chat_head("chat.completion.chunk")
+        events = [
+            {**head, "choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+            for piece in pieces
+        ]
+        last = {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
+        events += [] if self.server.has("no-finish") else [last]
+        if options and not self.server.has("no-stream-usage"):
+            events.append({**head, "choices": [], "usage": usage})
+        ended = [] if self.server.has("no-done") else ["[DONE]"]
+        self._events([(None, event) for event in events], ended, cut=self.server.has("cut-stream"))
+
+    def _responses(self, body: dict[str, Any]) -> None:
+        if self.server.has("hangs"):
+            time.sleep(3)
+        if self.server.has("dies"):
+            self.server.is_dead = True
+        if self._is_dead():
+            return
+        turns = _from_responses(body)
+        pieces, _ = self._says(turns, body["max_output_tokens"])
+        prompt = len(self._prompt(turns)) + self.server.has("usage-wrong")
+        usage = {"input_tokens": prompt, "output_tokens": len(pieces), "total_tokens": prompt + len(pieces)}
+        text = "".join(pieces)
+        part = {"type": "output_text", "text": text, "annotations": []}
+        item: dict[str, Any] = {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
+        if body.get("tools") and turns[-1][0] == "user":
+            name = "another" if self.server.has("other-call") else body["tools"][0]["name"]
+            item = {"id": "fc_1", "type": "function_call", "call_id": "call_9", "name": name}
+            item["arguments"] = '{"article": "bell"}'
+        response = {
+            "id": "resp_1",
+            "object": "response",
+            "created_at": 1,
+            "model": MODEL,
+            "status": "completed",
+        }
+        response |= {"output": [item], "usage": usage, "tools": [], "parallel_tool_calls": True}
+        if not body.get("stream"):
+            self._send(response)
+            return
+        spoken = [
+            {"type": "response.output_text.delta", "delta": piece, "item_id": "msg_1", "output_index": 0}
+            for piece in pieces
+        ]
+        done = (
+            [] if self.server.has("no-completed") else [{"type": "response.completed", "response": response}]
+        )
+        created = {"type": "response.created", "response": {**response, "output": [], "usage": None}}
+        numbered = enumerate([created, *spoken, *done])
+        self._events([(event["type"], {**event, "sequence_number": n}) for n, event in numbered], [])
+
+    def _messages(self, body: dict[str, Any]) -> None:
+        turns = _from_messages(body)
+        pieces, finish = self._says(turns, body["max_tokens"])
+        reason = {"length": "max_tokens", "stop": "end_turn"}[finish]
+        prompt = len(self._prompt(turns))
+        # SGLang counts what lay in its prefix cache apart.
+        usage = {"input_tokens": prompt - 2, "cache_read_input_tokens": 2}
+        content: list[dict[str, Any]] = [{"type": "text", "text": "".join(pieces)}]
+        if body.get("tools") and turns[-1][0] == "user":
+            content = [{"type": "tool_use", "id": "call_9", "name": body["tools"][0]["name"]}]
+            content[0]["input"] = {"article": "bell"}
+            reason = "tool_use"
+        head = {"id": "msg_1", "type": "message", "role": "assistant", "model": MODEL}
+        if not body.get("stream"):
+            if self.server.has("no-stop-reason"):
+                reason = ""
+            counts = {**usage, "output_tokens": len(pieces)}
+            self._send({**head, "content": content, "stop_reason": reason or None, "usage": counts})
+            return
+        start = {**head, "content": [], "usage": {**usage, "output_tokens": 0}}
+        spoken = [
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+            for piece in pieces
+        ]
+        events = [
+            {"type": "message_start", "message": start},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            *spoken,
+            {"type": "content_block_stop", "index": 0},
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": reason},
+                "usage": {"output_tokens": len(pieces)},
+            },
+            *([] if self.server.has("no-message-stop") else [{"type": "message_stop"}]),
+        ]
+        self._events([(event["type"], event) for event in events], [])
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        prompt = body.get("input_ids") or chat_ids(body["text"])
+        limit = body["sampling_params"]["max_new_tokens"]
+        if body.get("return_logprob") and self.server.draft:
+            self._send({"error": {"message": "return_logprob is not supported"}}, 400)
+            return
+        with self.server.lock:
+            self.server.running += 1
+        time.sleep(0.02)
+        crowded = self.server.running > 1
+        ids: list[int] = []
+        for _ in range(limit):
+            ids.append(follow([*prompt, *ids]) + self._slip(len(prompt) + len(ids), body, crowded))
+        with self.server.lock:
+            self.server.running -= 1
+        if crowded and self.server.has("fails-at-once"):
+            self._send({"error": {"message": "out of memory"}}, 500)
+            return
+        meta: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": limit}
+        meta["finish_reason"] = {"type": "length", "length": limit}
+        if body.get("return_logprob"):
+            meta["output_top_logprobs"] = [_top(token, number) for number, token in enumerate(ids)]
+        if self.server.draft:
+            steps = limit if self.server.has("no-acceptance") else limit // 4
+            right = limit - steps
+            meta |= {"spec_verify_ct": steps, "spec_num_correct_drafts": right}
+            meta |= {"spec_num_proposed_drafts": steps * GUESSES}
+        self._send({"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta})
+
+    def _slip(self, place: int, body: dict[str, Any], crowded: bool) -> int:
+        """Return how far a token is off: by one to the runner-up, by more to an improbable one."""
+        if "input_ids" in body:
+            # Prompts of golden files have 11 ids; their step 2 is close and step 5 is not.
+            step = place - 11
+            if self.server.has("tied-token") and step == 2:
+                return 1
+            if self.server.has("wrong-token") and step == 5:
+                return 1
+            return 500 if self.server.has("improbable-token") and step == 2 else 0
+        late = place == len(chat_ids(body["text"])) + 9
+        if crowded and late and self.server.has("differs-at-once"):
+            return 2
+        return 1 if crowded and late and self.server.has("ties-at-once") else 0
+
+    # ---- how it is sent
+
+    def _send(self, content: Any, status: int = 200) -> None:
+        self._text(status, json.dumps(content), "application/json")
+
+    def _text(self, status: int, text: str, kind: str = "text/plain") -> None:
+        raw = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", f"{len(raw)}")
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def _events(self, events: list[tuple[str | None, Any]], ended: list[str], *, cut: bool = False) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        lines = [
+            (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(event)}" for kind, event in events
+        ]
+        lines += [f"data: {word}" for word in ended]
+        for line in lines[:4] if cut else lines:
+            raw = f"{line}\n\n".encode()
+            self.wfile.write(f"{len(raw):x}\r\n".encode() + raw + b"\r\n")
+        if cut:
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+
+def _usage(prompt: int, answer: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+def _chat_head(kind: str) -> dict[str, Any]:
+    return {"id": "1", "object": kind, "created": 1, "model": MODEL}
+
+
+def _chat_logprob(piece: str) -> dict[str, Any]:
+    others = [{"token": piece, "logprob": -0.5}, {"token": "Meuse ", "logprob": -0.5 - TIE}]
+    others.append({"token": "Styx ", "logprob": -0.5 - GAP})
+    top = [{**row, "bytes": list(str(row["token"]).encode())} for row in others]
+    return {"token": piece, "logprob": -0.5, "bytes": list(piece.encode()), "top_logprobs": top}
+
+
+def _top(token: int, number: int) -> list[list[Any]]:
+    gap = TIE if number == 9 else GAP
+    return [[-0.5, token, None], [-0.5 - gap, token + 1, None], [-0.5 - 2 * GAP, token + 2, None]]
+
+
+def _from_responses(body: dict[str, Any]) -> list[tuple[str, str]]:
+    if isinstance(body["input"], str):
+        return [("user", body["input"])]
+    turns = []
+    for item in body["input"]:
+        if item.get("type") == "function_call_output":
+            turns.append(("tool", item["output"]))
+        elif item.get("type") == "function_call":
+            turns.append(("assistant", item["arguments"]))
+        else:
+            turns.append((item["role"], item["content"]))
+    return turns
+
+
+def _from_messages(body: dict[str, Any]) -> list[tuple[str, str]]:
+    turns = []
+    for message in body["messages"]:
+        if isinstance(message["content"], str):
+            turns.append((message["role"], message["content"]))
+            continue
+        for block in message["content"]:
+            role = "tool" if block["type"] == "tool_result" else message["role"]
+            turns.append((role, block.get("content") or block.get("text") or ""))
+    return turns
