@@ -14,6 +14,7 @@ from tests.sglang.world import Loaded
 _TARGET = "DeepseekV4ForCausalLM"
 _NEXTN = "DeepseekV4ForCausalLMNextN"
 _DSPARK = "DeepseekV4ForCausalLMDSpark"
+_MODELS = "sglang.srt.models.deepseek_v4"
 #: Checkpoint, draft, rank, size, class, layers with routed experts.
 CASES = [
     ("0731-int8", False, 0, 1, _TARGET, 5),
@@ -114,3 +115,6 @@ def test_healthy_models_log_one_guard_line(
     tail = " layers=3 main_proj=bfloat16" if draft else " layers=5"
     cls, filled = (_DSPARK, 86) if draft else (_TARGET, 150)
     assert guard == [f"dsv4convert guard: model={cls} rank=1/2 filled={filled} fp8=0 experts=ours/int8{tail}"]
+    # Neither a tensor without a parameter nor a parameter without a tensor, which SGLang would warn of.
+    warned = [r for r in caplog.records if r.levelname == "WARNING" and r.name.startswith(_MODELS)]
+    assert [r.getMessage() for r in warned] == []
