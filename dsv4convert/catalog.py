@@ -213,7 +213,9 @@ CATALOG: Mapping[str, Kind] = {
     "smoke.template": Kind("error", "The server makes other tokens of a chat than `probe`.", "serve the tokenizer and the chat encoding that belong to the checkpoint"),
     "smoke.acceptance": Kind("error", "The draft guesses too little right to be of use.", "check that `main_proj` is on the skip list and `mtp.*` is right: `dsv4convert probe DST --draft`"),
     # Serving benchmarks.
-    "bench.failed": Kind("error", "A run of SGLang's benchmark client ended with an error.", "its last lines are shown above; run the same command again when the cause is gone"),
+    "bench.failed": Kind("error", "A run of SGLang's benchmark client ended with an error.", "the message ends with its last lines; run the same command again when the cause is gone"),
+    "bench.tokenizer": Kind("error", "The tokenizer of a benchmark is missing, or brings code that would be executed.", "pass the converted checkpoint with `--tokenizer`; official tokenizers need no code"),
+    "bench.cached": Kind("warning", "The prefix cache served prompts of a benchmark, so that its prefill looks faster than it is.", "let nobody else use the server meanwhile: it empties its cache only when idle"),
     "bench.requests": Kind("error", "Requests of a benchmark failed, so that its numbers mean nothing.", "read the server's log; run `dsv4convert smoke URL` first"),
     # What a script expects.
     "expect.mismatch": Kind("error", "A number of the checkpoint is not the one that `--expect` names.", "look at what changed; if the new number is right, change the `--expect` of your script"),

@@ -151,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"detail": "Not Found"}, 404)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         path = self.path.partition("?")[0]
         self.server.seen.append((path, dict(self.headers)))
         if self._is_dead():
@@ -168,6 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"input_tokens": len(self._prompt(_from_messages(body)))})
         elif path == "/generate":
             self._generate(body)
+        elif path == "/flush_cache":
+            self._text(200, "Cache flushed.\n")
         else:
             self._send({"detail": "Not Found"}, 404)
 
@@ -383,7 +385,16 @@ class _Handler(BaseHTTPRequestHandler):
             right = limit - steps
             meta |= {"spec_verify_ct": steps, "spec_num_correct_drafts": right}
             meta |= {"spec_num_proposed_drafts": steps * GUESSES}
-        self._send({"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta})
+        text = "".join(f"<{i}>" for i in ids)
+        if body.get("stream"):
+            # Text so far, as the benchmark client expects it.
+            parts = [
+                {"text": "".join(f"<{i}>" for i in ids[:n]), "meta_info": {**meta, "completion_tokens": n}}
+                for n in range(1, limit + 1)
+            ]
+            self._events([(None, part) for part in parts], ["[DONE]"])
+            return
+        self._send({"text": text, "output_ids": ids, "meta_info": meta})
 
     def _slip(self, place: int, body: dict[str, Any], crowded: bool) -> int:
         """Return how far a token is off: by one to the runner-up, by more to an improbable one."""

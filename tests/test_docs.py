@@ -173,7 +173,7 @@ def test_named_commands_exist(page: Path) -> None:
 
 @_by_page([*READMES, DOCS / "commands.md"])
 def test_every_command_is_named(page: Path) -> None:
-    named = _named_commands(page) | set(re.findall(r"^\| `([a-z]+)\b", _text(page), re.M))
+    named = _named_commands(page) | set(re.findall(r"^\| `([a-z-]+)\b", _text(page), re.M))
     assert set(main.commands) <= named
 
 
@@ -183,7 +183,7 @@ def test_named_options_exist(page: Path) -> None:
     known |= {option for p in main.params for option in p.opts} | {"--help"}
     wrong = []
     for line in "\n".join(_code(page)).splitlines():
-        match = re.match(r"(?:\$ )?dsv4convert ([a-z]+)\b(.*)", line)
+        match = re.match(r"(?:\$ )?dsv4convert ([a-z-]+)\b(.*)", line)
         if match and match[1] in main.commands:
             own = {option for p in main.commands[match[1]].params for option in p.opts}
             wrong += [o for o in re.findall(r"(?<!\S)--[a-z][a-z-]*", match[2]) if o not in own | {"--help"}]

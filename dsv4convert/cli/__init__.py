@@ -6,13 +6,14 @@ documents them in its help.
 
 from __future__ import annotations
 
+from dsv4convert.cli.bench import bench_serve
 from dsv4convert.cli.commands import main
 from dsv4convert.cli.probe import probe
 from dsv4convert.cli.report import report
 from dsv4convert.cli.serve import keygen, preflight, serve
 from dsv4convert.cli.smoke import smoke
 
-for _command in (probe, report, preflight, serve, keygen, smoke):
+for _command in (probe, report, preflight, serve, keygen, smoke, bench_serve):
     main.add_command(_command)
 
 __all__ = ["main"]

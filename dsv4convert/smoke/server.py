@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -210,15 +210,15 @@ def _library_errors() -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
-def require_libraries() -> None:
-    """Refuse to begin without the client libraries.
+def require_libraries(names: Sequence[str] | None = None) -> None:
+    """Refuse to begin without client libraries, by default all of the extra.
 
     Raises:
         EnvironmentFault: ``env.missing``; all that are missing together.
     """
     hint = "pip install 'dsv4convert[smoke]'"
-    problem = "is not installed; the server is asked through the official clients"
-    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    problem = "is not installed; the server is asked with it"
+    missing = [name for name in names or LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise EnvironmentFault(finding("env.missing", name, problem, hint=hint) for name in missing)
 
