@@ -282,7 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _responses(self, body: dict[str, Any]) -> None:
         if self.server.has("hangs"):
-            time.sleep(3)
+            self.server.faults.discard("hangs")  # Once is enough to be seen.
+            time.sleep(5)
         if self.server.has("dies"):
             self.server.is_dead = True
         if self._is_dead():
