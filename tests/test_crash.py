@@ -138,6 +138,8 @@ class Held:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Whatever started the tests in the background may have had SIGINT ignored, which is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_until_held(self) -> int:

@@ -113,7 +113,8 @@ def shown(
         ran = cli("serve", toy, "--dry-run", "-q", *options)
         assert ran.exit_code == 0, ran.err
         text = ran.out
-        for place, name in places.items():
+        # An interpreter in `.venv` lies below home: the longer places first.
+        for place, name in sorted(places.items(), key=lambda row: len(os.fspath(row[0])), reverse=True):
             text = text.replace(os.fspath(place), name)
         return text
 
