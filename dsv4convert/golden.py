@@ -180,7 +180,8 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return _is(value, int | float) and math.isfinite(value)
+    # An integer of JSON may be larger than any float.
+    return (_is(value, int) and abs(value) < 1 << 63) or (_is(value, float) and math.isfinite(value))
 
 
 def _is_step(step: Any) -> bool:

@@ -5,9 +5,23 @@ Every number is read, none is assumed: ``rms_norm_eps`` is 1e-6 in one release a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+#: Most entries that a query may attend to of one kind, and a bound for every other number: a larger one is
+#: a mistake, and memory is asked for by it.
+_ROWS: Final = 1 << 13
+_MANY: Final = 1 << 24
+#: What the model has no other form of.
+_FIXED: Final[Mapping[str, Any]] = {
+    "scoring_func": "sqrtsoftplus",
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +118,9 @@ class ModelConfig:
         _require_v4(fields)
         layers = fields.count("num_hidden_layers")
         ratios = fields.counts("compress_ratios")
+        rope_dim = fields.count("qk_rope_head_dim")
+        if rope_dim % 2:
+            raise _unusable("qk_rope_head_dim", "an even number: dims are rotated in pairs", rope_dim)
         if len(ratios) < layers or set(ratios[:layers]) - {0, 4, 128}:
             raise _unusable("compress_ratios", f"0, 4 or 128 for each of {layers} layers", ratios)
         return cls(
@@ -112,14 +129,14 @@ class ModelConfig:
             ratios=ratios[:layers],
             heads=fields.count("num_attention_heads"),
             head_dim=fields.count("head_dim"),
-            rope_dim=fields.count("qk_rope_head_dim"),
+            rope_dim=rope_dim,
             q_lora=fields.count("q_lora_rank"),
             o_lora=fields.count("o_lora_rank"),
             o_groups=fields.count("o_groups"),
-            window=fields.count("sliding_window"),
+            window=fields.count("sliding_window", high=_ROWS),
             index_heads=fields.count("index_n_heads"),
             index_dim=fields.count("index_head_dim"),
-            index_topk=fields.count("index_topk"),
+            index_topk=fields.count("index_topk", high=_ROWS),
             experts=fields.count("n_routed_experts"),
             top_k=fields.count("num_experts_per_tok"),
             hash_layers=fields.count("num_hash_layers", low=0),
@@ -153,10 +170,10 @@ class _Fields:
             )
         return self._data[key]
 
-    def count(self, key: str, low: int = 1) -> int:
+    def count(self, key: str, low: int = 1, high: int = _MANY) -> int:
         value = self.get(key)
-        if type(value) is not int or value < low:
-            raise _unusable(self._path + key, f"a whole number >= {low}", value)
+        if type(value) is not int or not low <= value <= high:
+            raise _unusable(self._path + key, f"a whole number from {low} to {high}", value)
         return value
 
     def counts(self, key: str) -> tuple[int, ...]:
@@ -191,9 +208,10 @@ def _require_v4(fields: _Fields) -> None:
         )
     if kind != "deepseek_v4":
         raise _unusable("model_type", "`deepseek_v4`", kind)
-    scoring = fields.get("scoring_func")
-    if scoring != "sqrtsoftplus":
-        raise _unusable("scoring_func", "`sqrtsoftplus`", scoring)
+    fields.get("scoring_func")
+    for key, only in _FIXED.items():
+        if key in fields and (fields.get(key) != only or type(fields.get(key)) is not type(only)):
+            raise _unusable(key, f"`{json.dumps(only)}`, as in every release", fields.get(key))
 
 
 def _yarn(fields: _Fields) -> Yarn:

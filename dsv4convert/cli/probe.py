@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4convert.cli.progress import duration, gigabytes
-from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options
+from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, output_file
 from dsv4convert.errors import Exit, encodable
 from dsv4convert.files import printable
 
@@ -33,7 +33,7 @@ def _parse_ids(ctx: click.Context, parameter: click.Parameter, value: str | None
     if not all(part.isdecimal() and part.isascii() for part in parts):
         raise click.BadParameter(f"expected token ids separated by commas, got {value!r}")
     # More digits than any id has: refused as an id outside the vocabulary.
-    return tuple(int(part[:19]) for part in parts)
+    return tuple(int((part.lstrip("0") or "0")[:19]) for part in parts)
 
 
 @click.command(epilog=EXIT_HELP)
@@ -86,7 +86,9 @@ def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, 
         raise click.UsageError("pass either --prompt or --ids")
     if question["chat"] and question["prompt"] is None:
         raise click.UsageError("--chat goes with --prompt")
-    target = (golden or Path(f"{dst.resolve().name}-golden.json")).absolute()
+    if reference is not None and reference.resolve() == dst.resolve():
+        raise click.UsageError("--reference is DST itself: name the checkpoint it was made from")
+    target = output_file(golden or Path(f"{dst.resolve().name}-golden.json"), "--golden")
     for checkpoint in filter(None, (dst, reference)):
         if target.resolve().is_relative_to(checkpoint.resolve()):
             raise click.UsageError(
@@ -96,36 +98,47 @@ def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, 
 
     with _Layers(shell.quiet) as layers:
         probed = run_probe(dst, reference=reference, progress=layers, **question)
-    written = _write_golden(probed, target)
-    if shell.json:
-        place = encodable(os.fspath(target)) if written else None
-        shell.data(json.dumps(probed.as_dict() | {"golden_file": place}, indent=1))
-    else:
+    if not shell.json:
+        # Before anything is written: an answer took time, and a full disk must not take it away.
         shell.findings(probed.findings)
         for line in _lines(probed, shell.verbose):
             shell.data(line)
-        shell.data(_verdict(probed, golden or Path(target.name)))
+    old = _keep_golden(probed, target)
+    if shell.json:
+        place = encodable(os.fspath(target)) if probed.ok() else None
+        shell.data(json.dumps(probed.as_dict() | {"golden_file": place}, indent=1))
+    else:
+        shell.data(_verdict(probed, printable(golden or target.name), old))
     if not probed.ok():
         raise SystemExit(Exit.FINDINGS)
 
 
-def _write_golden(probed: Probed, target: Path) -> bool:
-    """Write the golden file, unless the checkpoint is not what it should be."""
+def _keep_golden(probed: Probed, target: Path) -> Path | None:
+    """Write the golden file, or, if the checkpoint is not what it should be, set an older one aside.
+
+    Returns:
+        Where the older one is now. It speaks for weights that have changed since, so nobody may find it.
+    """
     from dsv4convert.golden import encode_golden
     from dsv4convert.writer import write_bytes
 
     if probed.ok():
         write_bytes(target, target.parent, encode_golden(probed.golden))
-    return probed.ok()
+        return None
+    if not target.exists():
+        return None
+    return target.rename(target.with_name(f"{target.name}.old"))
 
 
-def _verdict(probed: Probed, shown: Path) -> str:
+def _verdict(probed: Probed, shown: str, old: Path | None) -> str:
     if not probed.ok():
         count = len(probed.findings)
-        return f"FAILED: {count:,} finding{'s' if count > 1 else ''}; no golden file was written"
+        aside = f"; an older one is now {printable(old.name)}" if old else ""
+        return f"FAILED: {count:,} finding{'s' if count > 1 else ''}; no golden file was written{aside}"
     agreement = probed.golden["agreement"]
     if agreement is None:
-        return f"{shown}: {len(probed.golden['steps'])} tokens; compared with nothing"
+        count = len(probed.golden["steps"])
+        return f"{shown}: {count:,} token{'s' if count > 1 else ''}; compared with nothing"
     owed = {
         "equal": "bit-equal to",
         "repacked": "equal up to the repack of its experts to",

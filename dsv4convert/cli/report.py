@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 
-from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options
+from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, output_file
 from dsv4convert.errors import Exit, encodable, errors_of
+from dsv4convert.files import printable
 
 
 @click.command(epilog=EXIT_HELP)
@@ -51,8 +52,8 @@ def report(
     if golden is None and beside.is_file():
         shell.say(f"showing {beside}")
         golden = beside
+    target = output_file(output or Path(f"{dst.resolve().name}-report.html"), "--output")
     page = make_page(dst, saved, golden)
-    target = (output or Path(f"{dst.resolve().name}-report.html")).absolute()
     data = page.html.encode()
     write_bytes(target, target.parent, data)
     errors = errors_of(page.report.findings)
@@ -62,6 +63,6 @@ def report(
         shell.data(json.dumps(result | {"findings": findings}, indent=1))
     else:
         shell.findings(page.report.findings)
-        shell.data(f"{output or target.name}: {len(data):,} bytes; {page.report.verdict()}")
+        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.report.verdict()}")
     if errors:
         raise SystemExit(Exit.FINDINGS)

@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from dsv4convert import __version__
-from dsv4convert.errors import Dsv4Error, Exit, Finding, finding
+from dsv4convert.errors import Dsv4Error, EnvironmentFault, Exit, Finding, finding
 from dsv4convert.files import printable
 from dsv4convert.validate.report import Report, render
 
@@ -141,6 +142,25 @@ def _usage_as_json(as_json: bool) -> Iterator[None]:
             fault = finding("cli.usage", printable(where), printable(error.format_message(), 400))
             Shell(True, False, False, False).data(_failure([fault], Exit.USAGE))
         raise  # click says it on stderr and exits with 2.
+
+
+def output_file(path: Path, option: str) -> Path:
+    """Return where a result goes, absolute; refuse before the work begins what could not be written after it.
+
+    Raises:
+        click.UsageError: the place is something else than a regular file, which a rename would replace.
+        EnvironmentFault: its directory is missing or read-only.
+    """
+    target = path.absolute()
+    shown = printable(os.fspath(path))
+    if target.is_dir() or (target.exists() and not target.is_file()):
+        raise click.UsageError(f"{option}: `{shown}` is not a file: name another place")
+    directory = target.parent
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        problem = "nothing can be written there" if directory.is_dir() else "its directory does not exist"
+        hint = f"make or unlock the directory, or name another place with `{option}`"
+        raise EnvironmentFault(finding("io.write", shown, problem, hint=hint))
+    return target
 
 
 def command_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, finding
+from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, encodable, finding
 from dsv4convert.files import open_regular, printable, read_start
 
 TOKENIZER: Final = "tokenizer.json"
@@ -67,8 +67,12 @@ class Vocabulary:
             chat: Wrap it as one user turn, to be answered without thinking.
 
         Raises:
-            Refused: ``probe.chat``; a marker of the chat form is no token here.
+            Refused: ``probe.chat``; a marker of the chat form is no token here. ``probe.prompt``; the text
+                holds bytes that are none.
         """
+        if encodable(text) != text:
+            problem = "is no text: it holds bytes that are not UTF-8"
+            raise Refused(finding("probe.prompt", "prompt", problem, expected="UTF-8"))
         if not chat:
             return tuple(self._tokenizer.encode(text).ids)
         missing = [m for m in (*_BEFORE, *_AFTER) if self._tokenizer.token_to_id(m) is None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsv4convert import api
-from dsv4convert.errors import EnvironmentFault, Refused
+from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.golden import encode_golden, read_golden
 from dsv4convert.probe.prompt import Prompt, Vocabulary, check_prompt
 from dsv4convert.webreport import make_page
@@ -408,3 +410,61 @@ def test_a_golden_file_of_another_checkpoint_is_refused(
         Path("g.json").write_text(json.dumps(tree))
         ran = cli("report", trio["int8"], "--golden", "g.json", "--json")
         assert (ran.exit_code, [c for c, _ in found(ran)]) == (3, ["golden.other"])
+
+
+# ---- where results go
+
+
+@pytest.mark.parametrize("place", ["pipe", "folder", "missing/x.json"])
+@pytest.mark.parametrize("command", ["probe", "report"])
+def test_a_place_that_cannot_take_a_file_is_refused_first(
+    cli: Cli, trio: dict[str, Path], command: str, place: str
+) -> None:
+    """A pipe, like a device, would be replaced by the rename that makes writing safe."""
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    options = ("--ids", "1", "--golden", place) if command == "probe" else ("-o", place)
+    ran = cli(command, trio["int8"], *options)
+    assert ran.exit_code == (4 if "/" in place else 2) and place in ran.err
+    assert stat.S_ISFIFO(os.stat("pipe").st_mode) and sorted(os.listdir()) == ["folder", "pipe"]
+
+
+def test_an_older_golden_file_is_replaced_or_set_aside(cli: Cli, copy: Copy) -> None:
+    root = copy("mxfp4")
+    ask = ("probe", root, "--ids", IDS, "--tokens", 1, "--golden", "g.json")
+    assert cli(*ask).exit_code == 0
+    first = Path("g.json").read_bytes()
+    assert cli(*ask).exit_code == 0 and sorted(os.listdir()) == ["g.json"]
+    change(root, "layers.1.attn.wo_b.weight", flip(0, 1))
+    ran = cli(*ask, "--reference", copy("official"))
+    assert ran.exit_code == 1
+    assert ran.out.endswith("FAILED: 1 finding; no golden file was written; an older one is now g.json.old\n")
+    assert os.listdir() == ["g.json.old"] and len(Path("g.json.old").read_bytes()) == len(first)
+
+
+def test_an_answer_is_shown_before_it_is_written(
+    cli: Cli, trio: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise EnvironmentFault(finding("io.write", "x", "no space left"))
+
+    monkeypatch.setattr("dsv4convert.writer.write_bytes", full)
+    ran = cli("probe", trio["int8"], "--ids", IDS, "--tokens", 1)
+    assert ran.exit_code == 4 and "probability" in ran.out
+
+
+def test_zeros_before_an_id_are_no_other_id(cli: Cli, trio: dict[str, Path]) -> None:
+    ran = cli("probe", trio["int8"], "--ids", f"{'0' * 30}7,0,00", "--tokens", 1, "--json")
+    assert ran.json()["golden"]["prompt"]["ids"] == [7, 0, 0]
+
+
+def test_names_and_bytes_that_are_no_text(cli: Cli, trio: dict[str, Path]) -> None:
+    ran = cli("probe", trio["int8"], "--ids", "1", "--tokens", 1, "--golden", "e\x1b[31m.json")
+    assert ran.exit_code == 0 and "\x1b" not in ran.out and "1 token;" in ran.out
+    ran = cli("probe", trio["int8"], "--prompt", "a\udcff", "--json")
+    assert ran.exit_code == 3 and found(ran) == [("probe.prompt", "prompt")]
+
+
+def test_a_checkpoint_is_no_reference_of_itself(cli: Cli, trio: dict[str, Path]) -> None:
+    ran = cli("probe", trio["int8"], "--ids", "1", "--reference", trio["int8"])
+    assert ran.exit_code == 2 and "--reference is DST itself" in ran.err
