@@ -88,12 +88,13 @@ def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, 
         raise click.UsageError("--chat goes with --prompt")
     if reference is not None and reference.resolve() == dst.resolve():
         raise click.UsageError("--reference is DST itself: name the checkpoint it was made from")
-    target = output_file(golden or Path(f"{dst.resolve().name}-golden.json"), "--golden")
+    place = golden or Path(f"{dst.resolve().name}-golden.json")
     for checkpoint in filter(None, (dst, reference)):
-        if target.resolve().is_relative_to(checkpoint.resolve()):
+        if place.resolve().is_relative_to(checkpoint.resolve()):
             raise click.UsageError(
-                f"{target.name} would lie in {checkpoint}: name another place with --golden"
+                f"{place.name} would lie in {checkpoint}: name another place with --golden"
             )
+    target = output_file(place, "--golden")
     from dsv4convert.probe import probe as run_probe
 
     with _Layers(shell.quiet) as layers:
@@ -105,8 +106,8 @@ def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, 
             shell.data(line)
     old = _keep_golden(probed, target)
     if shell.json:
-        place = encodable(os.fspath(target)) if probed.ok() else None
-        shell.data(json.dumps(probed.as_dict() | {"golden_file": place}, indent=1))
+        file = encodable(os.fspath(target)) if probed.ok() else None
+        shell.data(json.dumps(probed.as_dict() | {"golden_file": file}, indent=1))
     else:
         shell.data(_verdict(probed, printable(golden or target.name), old))
     if not probed.ok():
