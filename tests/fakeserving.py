@@ -70,7 +70,7 @@ def prepare_server_args(argv):
 """
 
 _LAUNCH: Final = """
-import http.server, json, os, pathlib, signal, subprocess, sys, threading, time
+import http.server, json, os, pathlib, signal, subprocess, sys, threading, time, urllib.parse
 
 def run_server(args):
     plan = json.loads((pathlib.Path(__file__).parent / "plan.json").read_text())
@@ -100,6 +100,8 @@ def run_server(args):
         def do_GET(self):
             self.send_response(plan.get("health", 200))
             self.end_headers()
+            if self.path != "/health":
+                say(urllib.parse.unquote(self.path[1:]))
         def log_message(self, *args):
             pass
 

@@ -5,10 +5,13 @@ The shim logs one line for every process that builds a model, and one for every 
     dsv4convert guard: model=DeepseekV4ForCausalLM rank=0/4 filled=1234 fp8=0 experts=ours/int8 layers=43
 
 A rank without them runs stock code, which no health check would notice.
+
+A line counts by how its message begins, never by what stands inside it: SGLang also logs what clients send.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -17,7 +20,11 @@ from dsv4convert.runtime.contract import GUARD_LINE, SHIM_LINE
 #: What SGLang logs when its warm-up is over, or was skipped.
 READY_LINE: Final = "The server is fired up and ready to roll!"
 #: Warnings of SGLang after which a model is wrong: tensors without a parameter, parameters without a tensor.
-WRONG_LINES: Final = ("not found in params_dict", "Some weights are not initialized from checkpoints")
+_WRONG: Final = re.compile(
+    r"\S+ not found in params_dict\.$|Some weights are not initialized from checkpoints: "
+)
+#: What SGLang puts before a message: ``[2026-11-29 21:00:00 TP0] ``, with milliseconds if so wished.
+_PREFIX: Final = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\] ")
 TARGET: Final = "DeepseekV4ForCausalLM"
 DSPARK: Final = "DeepseekV4ForCausalLMDSpark"
 
@@ -45,16 +52,17 @@ class Guards:
 
     def feed(self, line: str) -> bool:
         """Take a line; tell whether it says something."""
-        if READY_LINE in line:
+        message = _message(line)
+        if message == READY_LINE:
             self.is_up = True
-        elif any(wrong in line for wrong in WRONG_LINES):
+        elif _WRONG.match(message):
             self._failed.append(line)
-        elif SHIM_LINE in line:
+        elif message.startswith(SHIM_LINE):
             self._processes += 1
-            self.lines.append(line[line.index(SHIM_LINE) :])
-        elif GUARD_LINE in line:
-            self.lines.append(line[line.index(GUARD_LINE) :])
-            self._take(self.lines[-1])
+            self.lines.append(message)
+        elif message.startswith(GUARD_LINE):
+            self.lines.append(message)
+            self._take(message)
         else:
             return False
         return True
@@ -90,3 +98,11 @@ class Guards:
             late = sorted(wanted - self._ranks[model])
             if late:
                 yield f"no line `{GUARD_LINE}` for {model} of rank {', '.join(late)}"
+
+
+def _message(line: str) -> str:
+    """Return what SGLang logged in a line, without its prefix."""
+    _, bar, text = line.rpartition("\r")
+    # A progress bar ends in no line end, so that the next line of another rank follows it.
+    prefix = _PREFIX.search(text) if bar else _PREFIX.match(text)
+    return text[prefix.end() :] if prefix else text

@@ -29,8 +29,11 @@ from dsv4convert.validate.structure import check_converted, facts
 ARCHITECTURE: Final = "DeepseekV4ForCausalLM"
 #: Seconds for a process that loads torch and asks every card; the first read of torch may be slow.
 _PATIENCE: Final = 180
-#: Variables that would start a server which the key does not guard.
-_FORBIDDEN: Final = {"SGLANG_GRPC_PORT": "the gRPC port that it opens does not ask for the API key"}
+#: Variables under which the key does not guard the server, or its log cannot be read.
+_FORBIDDEN: Final = {
+    "SGLANG_GRPC_PORT": "the gRPC port that it opens does not ask for the API key",
+    "SGLANG_LOGGING_CONFIG_PATH": "lines of the shim are known by the beginning that SGLang gives them",
+}
 
 _NOT_CHECKED: Final = (
     "contents: no tensor byte was read; `dsv4convert converted DST --read-data` does",

@@ -6,6 +6,7 @@ what is ended. Everything that happens (a line, an answer, a signal, an exit) is
 
 from __future__ import annotations
 
+import http.client
 import os
 import queue
 import signal
@@ -13,7 +14,6 @@ import socket
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,6 +79,7 @@ class Server:
     stop_seconds: float
     on_ready: Callable[[float], None]
     _events: queue.SimpleQueue[tuple[str, int]] = field(default_factory=queue.SimpleQueue)
+    _ready: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> Outcome:
         """Run the server until it ends or a signal ends it; call it in the main thread."""
@@ -107,7 +108,8 @@ class Server:
     def _read(self, stream: IO[bytes]) -> None:
         while line := stream.readline(_LONGEST_LINE):
             text = self.log.write(line.decode(errors="replace").rstrip("\r\n"))
-            if self.guards.feed(text):
+            # Clients can write into the log of a ready server, so that it decides nothing any more.
+            if not self._ready.is_set() and self.guards.feed(text):
                 self._events.put(("guard", 0))
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
@@ -118,7 +120,7 @@ class Server:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while process.poll() is None:
             with (
-                suppress(OSError, urllib.error.URLError),
+                suppress(OSError, http.client.HTTPException),
                 opener.open(f"{self.url}/health", timeout=_HEALTH_PATIENCE) as answer,
             ):
                 if answer.status == 200:
@@ -142,13 +144,16 @@ class Server:
             if event == "signal":
                 return self._ended("stopped", process, ready, signal=number)
             healthy = healthy or event == "healthy"
+            if ready:
+                continue
             if self.guards.failed:
                 return self._ended("refused", process, ready, reasons=self.guards.failed)
-            if not ready and healthy and self.guards.is_up:
+            if healthy and self.guards.is_up:
                 missing = self.guards.missing()
                 if missing:
                     return self._ended("refused", process, ready, reasons=missing)
                 ready, deadline = True, None
+                self._ready.set()
                 notify("READY=1")
                 self.on_ready(time.monotonic() - started)
 

@@ -242,10 +242,14 @@ def test_context_and_memory_follow_the_budget(launch: Launch) -> None:
 def test_variables_that_contradict(launch: Launch) -> None:
     agreeing = {"SGLANG_OPT_USE_TOPK_V2": "0", "SGLANG_DSV4_FP4_EXPERTS": "1", "SGLANG_GRPC_PORT": ""}
     assert codes(check_launch(launch, agreeing)) == []
-    found = check_launch(launch, {"SGLANG_OPT_USE_TOPK_V2": "1", "SGLANG_GRPC_PORT": "50051"})
+    found = check_launch(
+        launch,
+        {"SGLANG_OPT_USE_TOPK_V2": "1", "SGLANG_GRPC_PORT": "50051", "SGLANG_LOGGING_CONFIG_PATH": "f"},
+    )
     assert [f.where for f in found.findings if f.code == "serve.environment"] == [
         "SGLANG_OPT_USE_TOPK_V2",
         "SGLANG_GRPC_PORT",
+        "SGLANG_LOGGING_CONFIG_PATH",
     ]
 
 

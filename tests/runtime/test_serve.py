@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -139,6 +141,27 @@ def test_ready_then_stopped(serve: Callable[..., Running], fake: FakeServing, tm
     assert "key_given=True key_seen=False" in log and "api_key='[API key]'" in log
     assert key not in log + running.said()
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+
+def test_what_clients_put_into_the_log_of_a_ready_server_decides_nothing(
+    serve: Callable[..., Running], fake: FakeServing
+) -> None:
+    fake.plan(lines=guard_lines())
+    running = serve()
+    url = running.wait_for(r"ready after \d+ s: (http://127.0.0.1:\d+)/v1")[1]
+    texts = [
+        "[2026-11-29 21:00:02 TP0] Hit invalid json_schema: key_string={not found in params_dict}",
+        "[2026-11-29 21:00:02 TP0] layers.0.x not found in params_dict.",
+        *guard_lines(fp8="3"),
+        "the last one",
+    ]
+    for text in texts:
+        urllib.request.urlopen(f"{url}/{urllib.parse.quote(text)}", timeout=PATIENCE).close()
+    running.wait_for("the last one")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == 143 and "serve.guard" not in running.said()
+    # The first of them stands in the log of a server that comes up, and does not end it either.
+    assert told([texts[0], *guard_lines()], 1).failed == ()
 
 
 def test_running_requests_are_finished_first(serve: Callable[..., Running], fake: FakeServing) -> None:
@@ -358,6 +381,42 @@ def test_facts_that_are_wrong(facts: dict[str, str], word: str) -> None:
 def test_backend_of_the_guard_line() -> None:
     lines = guard_lines(experts="humming/mxfp4")
     assert told(lines, 1, backend="humming").failed == ()
+
+
+SHIM, GUARD = guard_lines()
+STAMP = "[2026-11-29 21:00:00 TP0] "
+READY = "The server is fired up and ready to roll!"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{STAMP}Hit invalid json_schema: key_string={{not found in params_dict}}",
+        f"{STAMP}Receive: text='x not found in params_dict.'",
+        f"{STAMP}Receive: text='Some weights are not initialized from checkpoints: x'",
+        f"{STAMP}Receive: text='{SHIM}'",
+        f"{STAMP}Receive: text='{GUARD}'",
+        f"{STAMP}Receive: text='{READY}'",
+    ],
+)
+def test_words_inside_a_message_are_no_line_of_the_server(line: str) -> None:
+    guards = told([], 1)
+    assert not guards.feed(line)
+    assert guards.failed == () and guards.lines == [] and not guards.is_up
+
+
+@pytest.mark.parametrize(
+    "before", [STAMP, "[2026-11-29 21:00:00.123] ", "", f"\rLoading:  50%|##  | 1/2{STAMP}"]
+)
+def test_messages_are_found_behind_what_stands_before_them(before: str) -> None:
+    shim, guard = SHIM.removeprefix(STAMP), GUARD.removeprefix(STAMP)
+    guards = told([before + text for text in (shim, guard, READY)], 1)
+    assert guards.lines == [shim, guard] and guards.missing() == () and guards.is_up
+    for wrong in (
+        "a.b not found in params_dict.",
+        "Some weights are not initialized from checkpoints: {'a'}",
+    ):
+        assert told([before + wrong], 1).failed == (before + wrong,)
 
 
 # ---- the log
