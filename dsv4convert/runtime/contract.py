@@ -21,6 +21,8 @@ VERSION: Final = "0.5.16"
 COMMIT: Final = "fdebc938f7f4d16fe6b9f55dcd9a767cf0899ea1"
 #: The version the Triton kernels were compiled for SM80 with; SGLang 0.5.16 brings the same one.
 TRITON: Final = "3.6.0"
+#: The first Starlette that does not take the path of a request from its Host header (patch S3).
+STARLETTE: Final = (1, 0, 1)
 #: The directory that goes on PYTHONPATH.
 SITE: Final = Path(__file__).resolve().parent / "activate"
 
@@ -54,6 +56,7 @@ HASHES: Final[Mapping[str, str]] = {
     "srt/models/deepseek_v4_dspark.py": "d9e03e950ed8b75f18e38eb17843c7ff57e6d2bb0a335cbcb8da5c06a0335779",
     "srt/models/deepseek_v4_nextn.py": "4f6bf95a011be0ff4a278d8eac0952f570d6eb3e2d292571a93627f8fe2016e9",
     "srt/server_args.py": "e04556de6d99ba8a76b91fffa49aa70ea9d65cd99f09d0da5d4cfe1228e28500",
+    "srt/utils/auth.py": "016734a0263cbc2bd6657481ab11535f1cac073efb7eed4bcdbf66f81dfd3ef7",
     "srt/utils/msgspec_utils.py": "488b2a3fd0bb582d6a89c7fee668a0fc0731b8447b013b6998cd510f0dc2f1ff",
 }
 
@@ -136,6 +139,9 @@ PATCHES: Final[tuple[Patch, ...]] = (
           "the API key is logged at start"),
     Patch("S2", "sglang.srt.utils.msgspec_utils", "msgspec_to_builtins", ("obj",), "secret:builtins", "wrap",
           "the API key is part of the answer of /server_info"),
+    # http_server imports it from its module when it starts.
+    Patch("S3", "sglang.srt.utils.auth", "add_api_key_middleware", ("app", "api_key", "admin_api_key"),
+          "secret:key_check", "wrap", "with Starlette before 1.0.1 a Host header like `x/health?` passes without a key"),
 )
 # fmt: on
 

@@ -4,6 +4,9 @@ Nothing happens until a process imports SGLang. Then, once: settings are read, e
 and the files that the patches rest on are compared with the hashes of the contract. A file that differs
 refuses the import; no patch is ever applied to code that was not read.
 
+A target that is not there refuses the process: whoever catches the error, as SGLang's registry of models does
+with every one, gets it again from the next module of SGLang.
+
 Loaded at the start of every Python process, so only `os` and `sys` are imported here.
 """
 
@@ -33,8 +36,7 @@ def install() -> None:
 
 def is_enabled() -> bool:
     """Say whether the environment asks for the shim; our own variable outranks the older name."""
-    wish = os.environ.get("ENABLE_DSV4_SM80", os.environ.get("ENABLE_SGLANG_DSV4_A100_PATCH", ""))
-    return wish.strip().lower() in ("1", "true", "yes", "on")
+    return os.environ.get("ENABLE_DSV4_SM80", os.environ.get("ENABLE_SGLANG_DSV4_A100_PATCH")) == "1"
 
 
 def is_installed() -> bool:
@@ -48,12 +50,16 @@ class _Finder:
     def __init__(self) -> None:
         self._patches: dict[str, list[Patch]] | None = None
         self._checked = False
+        #: Why this process must not serve.
+        self.refusal: Exception | None = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name != "sglang" and not name.startswith("sglang."):
             return None
+        if self.refusal is not None:
+            raise self.refusal.with_traceback(None)
         if self._patches is None:
             self._patches = _begin()
         if name not in self._patches:
@@ -94,7 +100,11 @@ class _PatchingLoader:
         from dsv4convert.runtime import gate
 
         for patch in self._patches:
-            gate.apply(patch, module)
+            try:
+                gate.apply(patch, module)
+            except Exception as error:
+                _FINDER.refusal = error
+                raise
             APPLIED.append(patch.id)
 
 

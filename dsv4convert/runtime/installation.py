@@ -88,6 +88,26 @@ def _libraries(modules: Mapping[str, Any]) -> Iterator[Finding]:
         elif name == "triton" and version != contract.TRITON:
             problem = "the kernels were compiled and tested with another version"
             yield finding("sglang.pin", name, problem, expected=contract.TRITON, found=version)
+    yield from _starlette(versions.get("starlette"))
+
+
+def _starlette(version: str | None) -> Iterator[Finding]:
+    """SGLang pins no version of it. With an old one, patch S3 is all that keeps the API key in force."""
+    if version is not None and _numbers(version) < contract.STARLETTE:
+        expected = ".".join(map(str, contract.STARLETTE))
+        problem = "takes the path of a request from its Host header, which the check of the API key goes by"
+        yield finding(
+            "sglang.pin",
+            "starlette",
+            problem,
+            expected=f"{expected} or newer",
+            found=version,
+            hint=f"run `pip install 'starlette>={expected}'`; until then patch S3 refuses such requests",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _pins(requirements: Sequence[str]) -> Iterator[tuple[str, str]]:

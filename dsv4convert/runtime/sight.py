@@ -51,7 +51,9 @@ def look(subject: str, environment: Mapping[str, str], timeout: float) -> dict[s
 
 
 def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    """Return the last line that says what happened, not what to do about it."""
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("hint:")]
     return lines[-1][:300] if lines else ""
 
 
@@ -60,7 +62,7 @@ def see_modules() -> dict[str, Any]:
     spec = importlib.util.find_spec("sglang")
     return {
         "sglang": spec.origin if spec else None,
-        "versions": {name: _version(name) for name in ("sglang", *NEEDED)},
+        "versions": {name: _version(name) for name in ("sglang", *NEEDED, "starlette")},
         "requires": _requires("sglang"),
         "compilers": compilers(),
         "shim": contract.status(),

@@ -119,6 +119,10 @@ def test_enabled_patches_on_import_and_leaves_the_module_as_it_was(run: Run) -> 
         {},
         {"ENABLE_DSV4_SM80": "0"},
         {"ENABLE_DSV4_SM80": ""},
+        # `serve` refuses any value but 1, so that no other may arm.
+        {"ENABLE_DSV4_SM80": "true"},
+        {"ENABLE_DSV4_SM80": "on"},
+        {"ENABLE_SGLANG_DSV4_A100_PATCH": "yes"},
         # Our own name wins over the older one.
         {"ENABLE_DSV4_SM80": "0", "ENABLE_SGLANG_DSV4_A100_PATCH": "1"},
     ],
@@ -190,6 +194,24 @@ def test_a_target_that_is_gone_refuses_its_module(run: Run) -> None:
     assert "DeepSeekV4SingleKVPool.create_buffer`: patch K1 has nothing to replace" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("first", "status", "words"),
+    [
+        # Its patch K1 finds nothing in the stand-in.
+        ("sglang.srt.mem_cache.deepseek_v4_memory_pool", 1, "K1 has nothing to replace"),
+        # Not there at all, which is an everyday matter: SGLang tries imports of optional libraries.
+        ("sglang.srt.models.absent", 0, ""),
+    ],
+)
+def test_a_refusal_that_is_caught_comes_again(run: Run, first: str, status: int, words: str) -> None:
+    """SGLang's registry of models ignores every error of an import and goes on to the next module."""
+    attempt = f"try:\n    import {first}\nexcept Exception:\n    print('ignored', flush=True)\n"
+    code = attempt + "import sglang.srt.models"
+    done = run(code, ENABLE_DSV4_SM80="1")
+    assert (done.returncode, done.stdout) == (status, "ignored\n")
+    assert words in done.stderr and done.stderr.count("[shim.target]") == status
+
+
 def test_another_python_process_loads_next_to_nothing(run: Run) -> None:
     """What compilers and tools pay: three small modules when enabled, no torch, no typing, no dataclasses."""
     code = "import sys, json; print(json.dumps(sorted(sys.modules)))"
@@ -212,6 +234,27 @@ def test_the_next_sitecustomize_runs_too(run: Run, tmp_path: Path, switch: str) 
     done = run(code, theirs, ENABLE_DSV4_SM80=switch)
     assert done.stdout == "ran theirs\n", done.stderr
     assert _told(run(_LOOK, theirs, ENABLE_DSV4_SM80="1"))["applied"] == ["S1"]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_several_copies_on_the_path_take_turns(run: Run, tmp_path: Path, older: bool) -> None:
+    """A checkout beside an installed wheel, and a link to one of them: each runs, then what the user has."""
+    theirs, copy, link = tmp_path / "theirs", tmp_path / "copy", tmp_path / "link"
+    theirs.mkdir()
+    copy.mkdir()
+    (theirs / "sitecustomize.py").write_text("print('theirs')\nNAME = 'theirs'\n")
+    text = (contract.SITE / "sitecustomize.py").read_text()
+    # As it was when a copy knew of no other.
+    shared = 'sys.__dict__.setdefault("dsv4convert_sitecustomize", set())'
+    assert shared in text
+    if older:
+        text = text.replace(shared, "set()")
+    (copy / "sitecustomize.py").write_text(text)
+    link.symlink_to(contract.SITE)
+    code = "import sitecustomize; print(sitecustomize.NAME)"
+    done = run(code, copy, link, theirs, copy, ENABLE_DSV4_SM80="1")
+    assert (done.stdout, done.stderr) == ("theirs\ntheirs\n", "")
+    assert _told(run(_LOOK, copy, link, ENABLE_DSV4_SM80="1"))["applied"] == ["S1"]
 
 
 def test_a_python_without_the_package_goes_on(tmp_path: Path) -> None:

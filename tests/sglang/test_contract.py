@@ -42,6 +42,7 @@ _IDS = [
     "G2d",
     "S1",
     "S2",
+    "S3",
 ]
 #: Made up for these tests.
 _KEY = "sk-5Qk0pZ-not-a-key-of-anybody"

@@ -1,7 +1,8 @@
 """Put this directory on PYTHONPATH and set ENABLE_DSV4_SM80=1: every Python process then patches SGLang.
 
 Python imports one `sitecustomize` at start-up. This one asks the environment first and costs nothing when the
-answer is no; then it hands over to the next `sitecustomize` on the path, which it would otherwise hide.
+answer is no; then it hands over to the next `sitecustomize` on the path, which it would otherwise hide. That
+may be another copy of this file, so that the places that had their turn are kept where every copy finds them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.dirname(os.path.realpath(__file__))
 
 
 def _activate() -> None:
@@ -27,11 +28,14 @@ def _activate() -> None:
 def _hand_over() -> None:
     import importlib.machinery
 
-    others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    visited: set[str] = sys.__dict__.setdefault("dsv4convert_sitecustomize", set())
+    visited.add(_HERE)
+    others = [entry for entry in sys.path if os.path.realpath(entry) not in visited]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         import importlib.util
 
+        visited.add(os.path.dirname(os.path.realpath(spec.origin or "")))
         module = importlib.util.module_from_spec(spec)
         # The import system takes what lies here when this file is done.
         sys.modules["sitecustomize"] = module
