@@ -122,10 +122,14 @@ class Block:
             h: [T, hc, D] streams.
             function: Maps the normed input [T, D] to the output [T, D].
         """
-        fn, scale, base = (self.weight(f"hc_{kind}_{part}") for part in ("fn", "scale", "base"))
-        x, mixing = mhc.collapse(h, fn, scale, base, self.config)
+        x, mixing = self.collapse(kind, h)
         y = function(rms_norm(x, self.weight(f"{kind}_norm.weight"), self.config.norm_eps))
         return mhc.expand(y, h, mixing)
+
+    def collapse(self, kind: str, h: Tensor) -> tuple[Tensor, mhc.Mixing]:
+        """Return what a sublayer reads, [T, D] before its norm, and how it writes to the streams."""
+        fn, scale, base = (self.weight(f"hc_{kind}_{part}") for part in ("fn", "scale", "base"))
+        return mhc.collapse(h, fn, scale, base, self.config)
 
     # ---- attention
 
@@ -287,7 +291,10 @@ class Block:
 
     def routed(self, x: Tensor, ids: Tensor, start: int = 0) -> Tensor:
         """Return the weighted sum of the chosen experts, [T, D] float32; arguments as those of `experts`."""
-        chosen, weights = self.route(x, ids, start)
+        return self.combine(x, *self.route(x, ids, start))
+
+    def combine(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of experts [T, k] int64 by their weights [T, k] float32, [T, D] float32."""
         total = torch.zeros(x.shape, dtype=torch.float32)
         for index in chosen.unique().tolist():
             token, slot = torch.where(chosen == index)

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels_ref import mhc
 from kernels_ref.arithmetic import linear, rms_norm
 from kernels_ref.block import Block, BlockState
+from kernels_ref.decisions import Decisions
 from kernels_ref.model import Model
 
 
@@ -65,18 +66,20 @@ class Draft:
 
     Args:
         model: The trunk; gives configuration, weights, numerics, embedding and head.
+        decisions: Record or replay the choice of experts, of one call of `propose`; None for neither.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, decisions: Decisions | None = None) -> None:
         draft = model.config.draft
         if not draft.targets:
             raise ValueError("the checkpoint has no DSpark draft: its config.json names no target layers")
         self._model = model
         self._stages = [
-            Block(model.config, model.source, model.numerics, f"mtp.{n}") for n in range(draft.stages)
+            Block(model.config, model.source, model.numerics, f"mtp.{n}", decisions=decisions)
+            for n in range(draft.stages)
         ]
 
-    def propose(self, taps: Tensor, starts: Tensor, known: Tensor) -> Proposal:
+    def propose(self, taps: Tensor, starts: Tensor, known: Tensor, guessed: Tensor | None = None) -> Proposal:
         """Guess the tokens that follow, from several positions of one sequence at once.
 
         From position p the trunk has said token p + 1. The block holds this token and placeholders at
@@ -86,6 +89,7 @@ class Draft:
             taps: [T, targets * D] of `Taps`, for positions 0..T-1.
             starts: [S] int64 positions p, each below T.
             known: [S] int64, the token at p + 1.
+            guessed: [S, B] int64, what the Markov head is told of the guesses before; None for its own ones.
 
         Returns:
             S blocks; none sees another.
@@ -101,7 +105,7 @@ class Draft:
         for stage in self._stages:
             keys = stage.latents(context, torch.arange(len(taps)))
             h = _stage(stage, h, ids.flatten(), positions, keys, rows)
-        return self._finish(h.unflatten(0, (blocks, size)), known)
+        return self._finish(h.unflatten(0, (blocks, size)), known, guessed)
 
     def _context(self, taps: Tensor) -> Tensor:
         """Return what every stage derives its keys from, [T, D]: one vector per position of the trunk."""
@@ -119,7 +123,7 @@ class Draft:
         own = length + torch.arange(len(starts) * size).reshape(-1, size)
         return torch.cat((past, own), 1).repeat_interleave(size, 0)
 
-    def _finish(self, h: Tensor, known: Tensor) -> Proposal:
+    def _finish(self, h: Tensor, known: Tensor, guessed: Tensor | None) -> Proposal:
         """Turn the last stage's streams [S, B, hc, D] into tokens, each after the one before it."""
         last, config = self._stages[-1], self._model.config
         x = _collapse_head(last, h.flatten(0, 1)).unflatten(0, h.shape[:2])
@@ -131,8 +135,8 @@ class Draft:
             e = w1[previous]
             logits[:, i] += F.linear(e.float(), w2.float())
             confidence.append(F.linear(torch.cat((x[:, i], e.to(x.dtype)), -1).float(), proj.float())[:, 0])
-            previous = logits[:, i].argmax(-1)
-            tokens.append(previous)
+            tokens.append(logits[:, i].argmax(-1))
+            previous = tokens[-1] if guessed is None else guessed[:, i]
         return Proposal(torch.stack(tokens, 1), logits, torch.stack(confidence, 1))
 
 
@@ -141,13 +145,14 @@ class NextToken:
 
     Args:
         model: The trunk; gives configuration, weights, numerics, embedding and head.
+        decisions: Record or replay the choice of experts; None for neither.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, decisions: Decisions | None = None) -> None:
         if model.config.draft.targets or not model.config.draft.stages:
             raise ValueError("the checkpoint has no MTP layer of the preview's kind")
         self._model = model
-        self._block = Block(model.config, model.source, model.numerics, "mtp.0")
+        self._block = Block(model.config, model.source, model.numerics, "mtp.0", decisions=decisions)
 
     def state(self) -> BlockState:
         """Return the state before the first token."""

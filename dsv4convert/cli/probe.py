@@ -200,7 +200,9 @@ def _agreement_lines(agreement: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {row['layer']:<11}{errors}{row['chosen']:>14.2%}{picked:>14}"
     yield f"  {'logits':<11}{'':>33}{_error(agreement['logits']):>11}"
     count = len(agreement["tokens"])
-    yield f"  tokens     {agreement['equal_tokens']} of {count} equal to the reference's"
+    equal = agreement["equal_tokens"]
+    parted = f"; the reference went another way after token {equal}" if equal < count else ""
+    yield f"  tokens     {equal} of {count} equal to the reference's{parted}"
     if agreement["limit"]:
         yield f"  limit      {agreement['limit']:g}, with the reference's decisions"
 

@@ -2,29 +2,25 @@
 
 What may differ decides how it is compared. Without repacked experts two layouts hold the same numbers, so the
 same arithmetic gives the same bits: any difference is a fault. With repacked experts every layer is run on
-the reference's own streams and with the reference's decisions; attention must still be bit-equal, and the
-experts stay within a limit. Where the arithmetic rounds, decisions are replayed and the logits are judged.
+the reference's own streams and with the reference's decisions. Everything but the routed experts must then
+still be bit-equal, decisions included, and they stay within a limit. Where the arithmetic rounds, decisions
+are replayed and the logits are judged.
 
 Errors are relative: root of (sum of squared differences / sum of squared reference).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4convert.errors import Finding, finding
 from dsv4convert.names import Layout
-from dsv4convert.probe.forward import Run, Sublayers
-
-if TYPE_CHECKING:
-    from kernels_ref.decisions import Decisions
-
 
 _ROUTED: Final = "ffn.experts"
 _SHARED: Final = "ffn.shared_experts"
@@ -73,133 +69,108 @@ class Row(NamedTuple):
     picked: float | None
 
 
-@dataclass
-class Comparison:
-    """Two checkpoints side by side on one prompt.
+class Kept(NamedTuple):
+    """What the repack of a layer's experts leaves as it was, on the reference's streams; 0 is owed.
 
     Attributes:
-        theirs: The reference.
-        own: The checkpoint, on its own.
-        replayed: The checkpoint with the reference's decisions; `own` itself if both must be equal.
-        forced: The checkpoint on the reference's streams; None unless experts were repacked.
-        expected: What is owed, and the limit.
-        made: Decisions of the reference and of `replayed`.
-        exact_layers: Layers whose experts lost nothing in the repack, by the manifest.
-        rows: What was found so far.
+        hc_attn, hc_ffn: Error of what the hyper-connections of a sublayer read, or write for the
+            reference's output of it.
+        picks: Share of the tokens whose indexer picks other entries.
+        choices: Share of the tokens that go to other experts.
+        weights: Error of the weights of the reference's experts.
     """
 
-    theirs: Run
-    own: Run
-    replayed: Run
-    forced: Run | None
+    hc_attn: float
+    picks: float
+    hc_ffn: float
+    choices: float
+    weights: float
+
+
+class Owed(NamedTuple):
+    """What a checkpoint owes its reference.
+
+    Attributes:
+        expected: How they are compared.
+        limit: Of the errors, None where nothing is judged.
+        exact_layers: Layers whose experts lost nothing in the repack, by the manifest.
+    """
+
     expected: Expectation
     limit: float | None
-    made: tuple[Decisions, Decisions]
     exact_layers: frozenset[str] = frozenset()
+
+
+@dataclass
+class Pass:
+    """The prompt, or one further token, through all layers of both checkpoints.
+
+    Attributes:
+        rows: One per layer.
+        kept: The same; none unless experts were repacked.
+        embedded: Error of the embedding.
+        head: Error of the head's logits on the reference's streams; 0 unless experts were repacked.
+        logits: Error of the logits after the last token.
+    """
+
     rows: list[Row] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     embedded: float = 0.0
+    head: float = 0.0
     logits: float = 0.0
 
-    def begin(self, ids: Sequence[int]) -> None:
-        """Take the prompt in."""
-        for run in self._runs():
-            run.begin(ids)
-        self.embedded = relative_error(self.own.streams, self.theirs.streams)
-
-    def _runs(self) -> list[Run]:
-        found = [self.theirs, self.own]
-        found += [self.replayed] if self.replayed is not self.own else []
-        return [*found, self.forced] if self.forced else found
-
-    def layer(self, index: int) -> None:
-        """Run one layer everywhere and compare."""
-        before = self.theirs.streams
-        theirs, own = self.theirs.layer(index), self.own.layer(index)
-        replayed = own if self.replayed is self.own else self.replayed.layer(index)
-        inside = self.forced.layer(index, before) if self.forced else replayed
-        self.rows.append(self._row(f"layers.{index}", theirs, inside, replayed.streams))
-
-    def _row(self, layer: str, theirs: Sublayers, inside: Sublayers, streams: Tensor) -> Row:
-        return Row(
-            layer,
-            relative_error(inside.attention, theirs.attention),
-            relative_error(inside.routed, theirs.routed),
-            relative_error(inside.shared, theirs.shared),
-            relative_error(streams, theirs.streams),
-            self._overlap(f"{layer}.ffn.gate") or 0.0,
-            self._overlap(f"{layer}.attn.indexer"),
-        )
-
-    def _overlap(self, name: str) -> float | None:
-        from kernels_ref.decisions import agreement
-
-        reference, checkpoint = self.made
-        if name not in reference.chosen:
-            return None
-        return agreement({name: checkpoint.own[name]}, {name: reference.chosen[name]})[name]
-
-    def finish(self) -> None:
-        """Compare the logits after the last token of the prompt."""
-        self.logits = relative_error(self.replayed.logits(), self.theirs.logits())
-
-    def findings(self) -> list[Finding]:
+    def findings(self, owed: Owed) -> list[Finding]:
         """Return what is further off than it may be; of several consequences of one fault the first."""
-        if self.expected is Expectation.ROUNDED:
-            return self._rounded()
-        found = list(self._equal() if self.expected is Expectation.EQUAL else self._repacked())
-        return found[:1] if self.expected is Expectation.EQUAL else found
+        if owed.expected is Expectation.EQUAL:
+            return list(self._equal())[:1]
+        if owed.expected is Expectation.REPACKED:
+            return list(self._repacked(owed))
+        return list(self._head(owed.limit))
 
     def _equal(self) -> Iterator[Finding]:
         if self.embedded:
-            yield _differs("embed", self.embedded)
+            yield differs("embed", self.embedded)
         for row in self.rows:
             parts = (row.attention, row.routed, row.shared, row.streams)
             for part, error in zip(("attn", _ROUTED, _SHARED, "hc_ffn"), parts, strict=True):
                 if error:
-                    yield _differs(f"{row.layer}.{part}", error)
+                    yield differs(f"{row.layer}.{part}", error)
         if self.logits:
-            yield _differs("head", self.logits)
+            yield differs("head", self.logits)
 
-    def _repacked(self) -> Iterator[Finding]:
+    def _repacked(self, owed: Owed) -> Iterator[Finding]:
         if self.embedded:
-            yield _differs("embed", self.embedded)
-        limit, found = self.limit or 0.0, False
-        for row in self.rows:
-            lossless = row.layer in self.exact_layers
-            for part, error in (("attn", row.attention), (_ROUTED, row.routed), (_SHARED, row.shared)):
-                if error and (part != _ROUTED or lossless):
-                    yield _differs(f"{row.layer}.{part}", error)
-                elif error > limit:
-                    yield _beyond(f"{row.layer}.{part}", error, limit)
-                else:
-                    continue
-                found = True
-                break
-        if not found and self.logits > limit:
-            yield _beyond("head", self.logits, limit)
+            yield differs("embed", self.embedded)
+        layers = (_layer(row, kept, owed) for row, kept in zip(self.rows, self.kept, strict=True))
+        found = [fault for fault in layers if fault]
+        yield from found
+        if self.head:
+            yield differs("head", self.head)
+        elif not found and not self.embedded:
+            yield from self._head(owed.limit)
 
-    def _rounded(self) -> list[Finding]:
-        if self.limit is None or self.logits <= self.limit:
-            return []
-        return [_beyond("head", self.logits, self.limit)]
+    def _head(self, limit: float | None) -> Iterator[Finding]:
+        if limit is not None and self.logits > limit:
+            yield beyond("head", self.logits, limit)
 
-    def as_dict(self, reference: Mapping[str, Any], tokens: Sequence[int], equal: int) -> dict[str, Any]:
-        """Return the JSON form.
 
-        Args:
-            reference: Name and digests of the reference.
-            tokens: What the reference answers.
-            equal: How many of them, from the first, the checkpoint answers too.
-        """
-        return {
-            "reference": dict(reference),
-            "expectation": self.expected.value,
-            "limit": self.limit,
-            "logits": self.logits,
-            "tokens": list(tokens),
-            "equal_tokens": equal,
-            "layers": [row._asdict() for row in self.rows],
-        }
+def _layer(row: Row, kept: Kept, owed: Owed) -> Finding | None:
+    """Return the first fault of a layer on the reference's streams, in the order of computation."""
+    limit = 0.0 if row.layer in owed.exact_layers else owed.limit or 0.0
+    if kept.hc_attn or row.attention:
+        return differs(f"{row.layer}.{'hc_attn' if kept.hc_attn else 'attn'}", kept.hc_attn or row.attention)
+    if kept.picks:
+        return _chooses(f"{row.layer}.attn.indexer", kept.picks)
+    if kept.hc_ffn or row.shared:
+        return differs(f"{row.layer}.{'hc_ffn' if kept.hc_ffn else _SHARED}", kept.hc_ffn or row.shared)
+    if kept.choices:
+        return _chooses(f"{row.layer}.ffn.gate", kept.choices)
+    if kept.weights:
+        return differs(f"{row.layer}.ffn.gate", kept.weights)
+    if row.routed > limit:
+        where = f"{row.layer}.{_ROUTED}"
+        return beyond(where, row.routed, limit) if limit else differs(where, row.routed)
+    return None
 
 
 def relative_error(found: Tensor, reference: Tensor) -> float:
@@ -211,14 +182,22 @@ def relative_error(found: Tensor, reference: Tensor) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-300)), 1e-300)
 
 
-def _differs(where: str, error: float) -> Finding:
+def differs(where: str, error: float) -> Finding:
+    """Return the finding about a difference where none may be."""
     problem = "is not bit-equal to the reference"
     return finding(
         "probe.differs", where, problem, expected="no difference", found=f"relative error {error:.2g}"
     )
 
 
-def _beyond(where: str, error: float, limit: float) -> Finding:
+def beyond(where: str, error: float, limit: float) -> Finding:
+    """Return the finding about an error above its limit."""
     problem = "is further from the reference than it may be"
     expected, found = f"a relative error of at most {limit:g}", f"{error:.2g}"
     return finding("probe.error-limit", where, problem, expected=expected, found=found)
+
+
+def _chooses(where: str, share: float) -> Finding:
+    problem = "chooses otherwise than the reference, on the reference's streams"
+    found = f"others for {share:.1%} of the tokens"
+    return finding("probe.differs", where, problem, expected="the same choices", found=found)

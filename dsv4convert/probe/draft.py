@@ -8,15 +8,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4convert.errors import Dsv4Error, Finding, finding
+from dsv4convert.probe.agreement import Expectation, beyond, differs, relative_error
 
 if TYPE_CHECKING:
+    from dsv4convert.probe.forward import Run
+    from kernels_ref.decisions import Decisions
     from kernels_ref.model import Model
+
+
+class DraftErrors(NamedTuple):
+    """How far a checkpoint's draft is from the reference's, both on the reference's activations.
+
+    Attributes:
+        logits: Relative error of its logits; unless bits must be equal, with the reference's choices of
+            experts and with the Markov head told the reference's guesses.
+        unpacked: The same of what has to be bit-equal: the draft, of repacked experts the reference's own.
+    """
+
+    logits: float
+    unpacked: float
+
+
+def compare_drafts(
+    own: Run, theirs: Run, expected: Expectation, ids: Sequence[int], starts: Sequence[int]
+) -> DraftErrors:
+    """Run the drafts of a checkpoint and of its reference behind the same tokens.
+
+    Args:
+        own: The checkpoint.
+        theirs: The reference; its `watch_draft` counts for both.
+        expected: What they owe each other.
+        ids, starts: See `DraftWatch.logits`.
+    """
+    from kernels_ref.decisions import Decisions
+
+    record = Decisions()
+    wanted = theirs.guesses(ids, starts, decisions=record)
+    if expected is Expectation.EQUAL:
+        error = relative_error(own.guesses(ids, starts, seen=theirs), wanted)
+        return DraftErrors(error, error)
+    replay = Decisions.replay(record.chosen)
+    found = own.guesses(ids, starts, seen=theirs, decisions=replay, guessed=wanted.argmax(-1))
+    unpacked = 0.0
+    if expected is Expectation.REPACKED:
+        mended = own.with_experts_of(theirs).guesses(ids, starts, seen=theirs)
+        unpacked = relative_error(mended, wanted)
+    return DraftErrors(relative_error(found, wanted), unpacked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +69,12 @@ class DraftHealth:
     Attributes:
         depth: Guesses per step.
         accepted: Per start, how many guesses a server would have accepted before the first wrong one.
-        reference_error: Relative error of the draft's logits against the reference's; None without one, or
-            where the two have not said the same tokens.
+        beside: How far it is from the reference's; None without one, or where too few tokens are the same.
     """
 
     depth: int
     accepted: tuple[int, ...]
-    reference_error: float | None = None
+    beside: DraftErrors | None = None
 
     @property
     def length(self) -> float:
@@ -52,19 +94,20 @@ class DraftHealth:
             "starts": len(self.accepted),
             "length": self.length,
             "shares": list(self.shares),
-            "reference_error": self.reference_error,
+            "reference_error": self.beside.logits if self.beside else None,
         }
 
-    def findings(self, *, equal: bool = False) -> list[Finding]:
+    def findings(self, limit: float | None = None) -> list[Finding]:
         """Return what is wrong or strange.
 
         Args:
-            equal: Whether the draft has to be bit-equal to the reference's.
+            limit: Largest error of the draft's logits; None where they are not judged.
         """
-        if equal and self.reference_error:
-            problem = "is not bit-equal to the reference"
-            found = f"relative error {self.reference_error:.2g}"
-            return [finding("probe.differs", "mtp", problem, expected="no difference", found=found)]
+        if self.beside and limit is not None:
+            if self.beside.unpacked:
+                return [differs("mtp", self.beside.unpacked)]
+            if self.beside.logits > limit:
+                return [beyond("mtp", self.beside.logits, limit)]
         if any(self.accepted):
             return []
         found = f"0 of {len(self.accepted):,} first guesses right"
@@ -95,24 +138,37 @@ class DraftWatch:
         elif layer == self._model.config.layers - 1:
             self._streams.append(h)
 
-    def logits(self, ids: Sequence[int], starts: Sequence[int]) -> Tensor:
+    def logits(
+        self,
+        ids: Sequence[int],
+        starts: Sequence[int],
+        *,
+        by: Model | None = None,
+        decisions: Decisions | None = None,
+        guessed: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits of the guesses behind each start, [S, depth, V] float32.
 
         Args:
-            ids: Every token of the sequence; the trunk has run all but the last one.
+            ids: Tokens of the sequence; the trunk has run all but the last one, perhaps more.
             starts: Positions p; the guesses are of tokens p + 2 and following.
+            by: The model whose draft looks at the trunk that was watched; by default that one's own.
+            decisions: Record or replay the choice of experts; None for neither.
+            guessed: [S, depth] int64, what a Markov head is told of the guesses before; None for its own.
 
         Raises:
             Dsv4Error: ``probe.non-finite``.
         """
         from kernels_ref.draft import Draft, NextToken
 
-        said, where = torch.tensor(ids), torch.tensor(starts)
+        model, said, where = by or self._model, torch.tensor(ids), torch.tensor(starts)
+        dtype = model.numerics.dtype
         if self._spark:
-            found = Draft(self._model).propose(self._taps.together(), where, said[where + 1]).logits
+            taps = self._taps.together().to(dtype)
+            found = Draft(model, decisions).propose(taps, where, said[where + 1], guessed).logits
         else:
-            layer, streams = NextToken(self._model), torch.cat(self._streams)
-            found = layer(streams, said[1 : len(streams) + 1], layer.state())[where, None]
+            layer, streams = NextToken(model, decisions), torch.cat(self._streams)[: len(said) - 1]
+            found = layer(streams.to(dtype), said[1:], layer.state())[where, None]
         bad = int((~torch.isfinite(found)).sum())
         if bad:
             problem = f"{bad:,} of {found.numel():,} logits of the draft are infinity or NaN"

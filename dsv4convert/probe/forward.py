@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dsv4convert.errors import Dsv4Error, finding
-from dsv4convert.probe.source import CheckpointSource
 
 if TYPE_CHECKING:
     from dsv4convert.probe.draft import DraftWatch
     from kernels_ref.arithmetic import Numerics
     from kernels_ref.config import ModelConfig
     from kernels_ref.decisions import Decisions
+    from kernels_ref.source import Expert, Source
 
 #: Names of `kernels_ref.arithmetic` presets, by what users call them.
 PRESETS = {"exact": "EXACT", "bf16": "BF16", "sm80": "SM80", "official": "OFFICIAL"}
@@ -45,14 +45,20 @@ class Sublayers(NamedTuple):
 
     Attributes:
         attention: [T, D] output of the attention, before it is written to the streams.
+        middle: [T, hc, D] streams between attention and experts.
+        weights: [T, k] float32 of the chosen experts.
         routed: [T, D] weighted sum of the routed experts.
         shared: [T, D] output of the shared expert, which is added to it.
+        summed: [T, D] both, as they are written to the streams.
         streams: [T, hc, D] after the layer.
     """
 
     attention: Tensor
+    middle: Tensor
+    weights: Tensor
     routed: Tensor
     shared: Tensor
+    summed: Tensor
     streams: Tensor
 
 
@@ -63,22 +69,24 @@ class Run:
         source: Weights.
         config: Numbers of the model.
         numerics: What is rounded.
-        decisions: Records or prescribes the choice of experts and entries.
+        decisions: Records or prescribes the choice of experts and entries; None records.
         label: Prefix of the places that findings name, for a second checkpoint.
     """
 
     def __init__(
         self,
-        source: CheckpointSource,
+        source: Source,
         config: ModelConfig,
         numerics: Numerics,
         *,
         decisions: Decisions | None = None,
         label: str = "",
     ) -> None:
+        from kernels_ref.decisions import Decisions
         from kernels_ref.model import Model
 
-        self._model = Model(config, source, numerics, decisions=decisions)
+        self.decisions = decisions or Decisions()
+        self._model = Model(config, source, numerics, decisions=self.decisions)
         self._state = self._model.state()
         self._label = label
         self.streams = torch.empty(0)
@@ -114,15 +122,43 @@ class Run:
             return found
 
         def experts(x: Tensor) -> Tensor:
-            routed = finite("ffn.experts", block.routed(x, self._ids, start))
-            return (routed + finite("ffn.shared_experts", block.shared(x)).float()).to(x.dtype)
+            chosen, parts["weights"] = block.route(x, self._ids, start)
+            routed = finite("ffn.experts", block.combine(x, chosen, parts["weights"]))
+            shared = finite("ffn.shared_experts", block.shared(x))
+            parts["summed"] = (routed + shared.float()).to(x.dtype)
+            return parts["summed"]
 
         h = self.streams if streams is None else streams
-        h = block.sublayer("attn", h, lambda x: finite("attn", block.attention(x, state)))
-        self.streams = finite("hc_ffn", block.sublayer("ffn", h, experts))
+        middle = block.sublayer("attn", h, lambda x: finite("attn", block.attention(x, state)))
+        self.streams = finite("hc_ffn", block.sublayer("ffn", middle, experts))
         if self._watch is not None:
             self._watch(index, self.streams)
-        return Sublayers(parts["attn"], parts["ffn.experts"], parts["ffn.shared_experts"], self.streams)
+        return Sublayers(
+            attention=parts["attn"],
+            middle=middle,
+            weights=parts["weights"],
+            routed=parts["ffn.experts"],
+            shared=parts["ffn.shared_experts"],
+            summed=parts["summed"],
+            streams=self.streams,
+        )
+
+    def mixing(self, index: int, kind: str, streams: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what the hyper-connections of a sublayer do, without the sublayer.
+
+        Args:
+            index: Layer.
+            kind: ``attn`` or ``ffn``.
+            streams: [T, hc, D] before it.
+            output: [T, D] that the sublayer is taken to give.
+
+        Returns:
+            What it reads, [T, D] before its norm, and the streams after `output` was written to them.
+        """
+        from kernels_ref.mhc import expand
+
+        x, coefficients = self._model.blocks[index].collapse(kind, streams)
+        return x, expand(output, streams, coefficients)
 
     def watch_draft(self) -> int:
         """Keep from now on what the draft layers see; return the guesses per step, 0 without a draft."""
@@ -132,15 +168,35 @@ class Run:
         self._watch = DraftWatch(self._model, self._label) if guesses else None
         return guesses
 
-    def guesses(self, ids: Sequence[int], starts: Sequence[int]) -> Tensor:
-        """Return the logits of the draft behind each start, see `DraftWatch.logits`; after `watch_draft`."""
-        if self._watch is None:
-            raise ValueError("no draft was watched")
-        return self._watch.logits(ids, starts)
+    def guesses(
+        self,
+        ids: Sequence[int],
+        starts: Sequence[int],
+        *,
+        seen: Run | None = None,
+        decisions: Decisions | None = None,
+        guessed: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits of the draft behind each start, see `DraftWatch.logits`; after `watch_draft`.
 
-    def logits(self) -> Tensor:
-        """Return the logits after the last token, [V] float32."""
-        return self._finite("head", self._model.head(self.streams[-1:])[0])
+        Args:
+            ids, starts, decisions, guessed: See `DraftWatch.logits`.
+            seen: The run whose activations the draft sees, and whose `watch_draft` counts; by default this.
+        """
+        watch = (seen or self)._watch
+        if watch is None:
+            raise ValueError("no draft was watched")
+        return watch.logits(ids, starts, by=self._model, decisions=decisions, guessed=guessed)
+
+    def with_experts_of(self, lender: Run) -> Run:
+        """Return a fresh run of this checkpoint, but with the routed experts of another."""
+        source = _Borrowed(self._model.source, lender._model.source)
+        return Run(source, self._model.config, self._model.numerics, label=self._label)
+
+    def logits(self, streams: Tensor | None = None) -> Tensor:
+        """Return the logits after the last token, [V] float32, of its own streams [T, hc, D] or of others."""
+        h = self.streams if streams is None else streams
+        return self._finite("head", self._model.head(h[-1:])[0])
 
     def _finite(self, where: str, found: Tensor) -> Tensor:
         if bool(torch.isfinite(found).all()):
@@ -153,6 +209,20 @@ class Run:
         raise Dsv4Error(
             finding("probe.non-finite", self._label + where, problem, found=f"the first at token {token:,}")
         )
+
+
+class _Borrowed:
+    """A checkpoint with the routed experts of another one."""
+
+    def __init__(self, own: Source, lender: Source) -> None:
+        self._own = own
+        self._lender = lender
+
+    def tensor(self, name: str) -> Tensor:
+        return self._own.tensor(name)
+
+    def expert(self, prefix: str, index: int) -> Expert:
+        return self._lender.expert(prefix, index)
 
 
 @dataclass(frozen=True, slots=True)

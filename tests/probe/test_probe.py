@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4convert import api
-from dsv4convert.probe.agreement import Comparison, Expectation, Row, expectation, relative_error
+from dsv4convert.probe.agreement import Expectation, Kept, Owed, Pass, Row, expectation, relative_error
 from dsv4convert.probe.forward import Step
 from dsv4convert.probe.source import CheckpointSource
 from dsv4convert.survey import survey
@@ -51,7 +51,7 @@ def test_mxfp4_is_bit_equal_to_its_source_and_says_the_same(compared: dict[str, 
 def test_int8_is_within_its_limits_and_its_attention_is_bit_equal(compared: dict[str, api.Probed]) -> None:
     probed = compared["int8"]
     agreement = probed.golden["agreement"]
-    assert probed.ok() and agreement["expectation"] == "repacked" and agreement["limit"] == 0.05
+    assert probed.findings == () and agreement["expectation"] == "repacked" and agreement["limit"] == 0.05
     rows = agreement["layers"]
     assert [(row["attention"], row["shared"]) for row in rows] == [(0, 0)] * 5
     assert all(0 < row["routed"] < 5e-3 for row in rows)
@@ -187,7 +187,8 @@ def test_a_manifest_without_usable_losses_claims_nothing(
     root = copy("int8")
     manifest = json.loads((root / "dsv4convert.json").read_bytes()) | {"losses": damage}
     (root / "dsv4convert.json").write_text(json.dumps(manifest))
-    assert api.probe(root, ids=SHORT, tokens=1, reference=trio["official"]).ok()
+    probed = api.probe(root, ids=SHORT, tokens=1, reference=trio["official"])
+    assert probed.ok() and codes(probed) == [("probe.no-losses", "dsv4convert.json")]
 
 
 def test_an_activation_that_is_no_number_names_its_sublayer(copy: Copy, trio: dict[str, Path]) -> None:
@@ -208,16 +209,15 @@ def test_an_activation_that_is_no_number_names_its_sublayer(copy: Copy, trio: di
 # ---- the parts
 
 
-def _comparison(expected: Expectation, rows: list[Row], **numbers: Any) -> Comparison:
-    run: Any = None
-    limit = 0.0 if expected is Expectation.EQUAL else 0.05
-    found = Comparison(
-        run, run, run, run, expected, limit, (Decisions(), Decisions()), frozenset({"layers.7"})
-    )
-    found.rows = rows
-    for key, value in numbers.items():
-        setattr(found, key, value)
-    return found
+SAME = Kept(0, 0, 0, 0, 0)
+
+
+def judged(expected: str, rows: list[Row], **numbers: Any) -> list[tuple[str, str]]:
+    limit = numbers.pop("limit", 0.0 if expected == "equal" else 0.05)
+    kept = numbers.pop("kept", SAME)
+    owed = Owed(Expectation(expected), limit, frozenset({"layers.7"}))
+    found = Pass(rows, [SAME] * (len(rows) - 1) + [kept], **numbers).findings(owed)
+    return [(f.code, f.where) for f in found]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +233,23 @@ def _comparison(expected: Expectation, rows: list[Row], **numbers: Any) -> Compa
         ("repacked", (1e-9, 1, 1, 0), {}, [("probe.differs", "layers.1.attn")]),
         ("repacked", (0, 0.01, 1e-9, 0), {}, [("probe.differs", "layers.1.ffn.shared_experts")]),
         ("repacked", (0, 0, 0, 0), {"logits": 0.0501}, [("probe.error-limit", "head")]),
+        ("repacked", (0, 0, 0, 1), {"head": 1e-9}, [("probe.differs", "head")]),
+        ("repacked", (0, 0, 0, 1), {"embedded": 1e-9, "logits": 1}, [("probe.differs", "embed")]),
+        ("repacked", (1, 0, 0, 0), {"kept": Kept(1e-9, 0, 0, 0, 0)}, [("probe.differs", "layers.1.hc_attn")]),
+        (
+            "repacked",
+            (0, 0, 1, 0),
+            {"kept": Kept(0, 0.1, 0, 0, 0)},
+            [("probe.differs", "layers.1.attn.indexer")],
+        ),
+        ("repacked", (0, 0, 1, 0), {"kept": Kept(0, 0, 1e-9, 0, 0)}, [("probe.differs", "layers.1.hc_ffn")]),
+        ("repacked", (0, 1, 0, 0), {"kept": Kept(0, 0, 0, 0.1, 1)}, [("probe.differs", "layers.1.ffn.gate")]),
+        (
+            "repacked",
+            (0, 1, 0, 0),
+            {"kept": Kept(0, 0, 0, 0, 1e-9)},
+            [("probe.differs", "layers.1.ffn.gate")],
+        ),
         ("rounded", (1, 1, 1, 1), {"logits": 0.05}, []),
         ("rounded", (0, 0, 0, 0), {"logits": 0.0501}, [("probe.error-limit", "head")]),
         ("rounded", (0, 0, 0, 0), {"logits": 9, "limit": None}, []),
@@ -242,14 +259,12 @@ def test_what_is_a_finding(
     expected: str, row: tuple[float, ...], numbers: dict[str, Any], wanted: list[tuple[str, str]]
 ) -> None:
     rows = [Row("layers.0", 0, 0, 0, 0, 1, None), Row("layers.1", *row, 1, None)]
-    found = _comparison(Expectation(expected), rows, **numbers).findings()
-    assert [(f.code, f.where) for f in found] == wanted
+    assert judged(expected, rows, **numbers) == wanted
 
 
 def test_every_broken_layer_of_a_repack_is_named() -> None:
     rows = [Row(f"layers.{i}", 0, e, 0, e, 1, None) for i, e in ((2, 0.3), (5, 0.2), (6, 0.01), (7, 0.01))]
-    found = _comparison(Expectation.REPACKED, rows).findings()
-    assert [f.where for f in found] == [f"layers.{i}.ffn.experts" for i in (2, 5, 7)]
+    assert [where for _, where in judged("repacked", rows)] == [f"layers.{i}.ffn.experts" for i in (2, 5, 7)]
 
 
 @pytest.mark.parametrize(
