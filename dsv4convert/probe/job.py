@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsv4convert.errors import Dsv4Error, Finding, Refused, finding
 from dsv4convert.golden import describe
@@ -19,8 +19,9 @@ from dsv4convert.probe.losses import exact_layers
 from dsv4convert.probe.source import CheckpointSource
 from dsv4convert.probe.ticker import Tick, Ticker
 from dsv4convert.survey import Survey
-from kernels_ref.config import ModelConfig
-from kernels_ref.decisions import Decisions
+
+if TYPE_CHECKING:
+    from kernels_ref.config import ModelConfig
 
 
 @dataclass
@@ -81,6 +82,8 @@ class Job:
 
     def _following(self, theirs: Run) -> Run:
         """Return a run of the checkpoint that makes the decisions of the reference."""
+        from kernels_ref.decisions import Decisions
+
         replay = Decisions.replay(theirs.decisions.chosen)
         return Run(self.source, self.config, self.arithmetic, decisions=replay)
 
