@@ -218,6 +218,9 @@ def serve(
     from dsv4convert.runtime.preflight import check_launch
     from dsv4convert.runtime.preflight import preflight as check
 
+    log = log_file or Path(f"{launch.root.resolve().name}-serve.log")
+    if launch.key_file and os.path.realpath(log) == os.path.realpath(launch.key_file):
+        raise click.UsageError("--log-file and --api-key-file name the same file")
     if dry_run:
         _show_command(shell, launch, check_launch(launch, os.environ))
         return
@@ -226,7 +229,6 @@ def serve(
     if not found.ok():
         fail(shell, found.findings, Exit.REFUSED)
     shell.findings(found.findings)
-    log = log_file or Path(f"{launch.root.resolve().name}-serve.log")
     outcome, tail = _run(shell, launch, found, log, ready_timeout, stop_timeout)
     if shell.quiet and outcome.end != "stopped":
         # Otherwise they are on the screen already.
@@ -279,6 +281,7 @@ def _run(
 ) -> tuple[Outcome, list[str]]:
     from dsv4convert.runtime.guards import Guards
     from dsv4convert.runtime.keys import read_key
+    from dsv4convert.runtime.launch import value_of
     from dsv4convert.runtime.logs import ServerLog
     from dsv4convert.runtime.supervise import Server
 
@@ -290,12 +293,13 @@ def _run(
         problem = f"the log cannot be written: {error.strerror}"
         raise EnvironmentFault(finding("io.write", os.fspath(log_file), problem)) from None
     guards = Guards(launch.tp, launch.dspark, launch.backend)
+    model = value_of(launch.extra, "--served-model-name") or found.name
 
     def ready(seconds: float) -> None:
         page = {
             "ok": True,
             "url": f"{launch.url}/v1",
-            "model": found.name,
+            "model": model,
             "seconds": round(seconds, 1),
             "log": os.fspath(log_file),
             "guards": guards.lines,
@@ -303,7 +307,7 @@ def _run(
         if shell.json:
             shell.data(json.dumps(page))
             return
-        shell.data(f"ready after {seconds:.0f} s: {page['url']}, model {found.name}, log {log_file}")
+        shell.data(f"ready after {seconds:.0f} s: {page['url']}, model {model}, log {log_file}")
         for line in guards.lines:
             shell.data(f"  {line}")
 
@@ -313,7 +317,7 @@ def _run(
         return server.run(), list(log.tail)
     finally:
         if log.fault:
-            shell.say(f"log {log_file}: lines are missing: {log.fault}")
+            click.echo(f"log {log_file}: lines are missing: {log.fault}", err=True)
         log.close()
         shell.say(f"log: {log_file}")
 

@@ -61,12 +61,14 @@ def read_key(path: Path) -> str:
 
 def look_at_key(path: Path) -> tuple[str, list[Finding]]:
     """Return the key in a file, empty if it cannot be used, and what is wrong with the file."""
-    where = encodable(path.name)
+    where = _printable(path.name)
     try:
         # Not blocking, because the path may name a pipe.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        return "", [finding("key.missing", where, "cannot be opened", found=f"{error.strerror}")]
+        # A name that no file has may be the key itself, given in place of its file.
+        named = where if os.path.lexists(path) else "--api-key-file"
+        return "", [finding("key.missing", named, "cannot be opened", found=f"{error.strerror}")]
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -79,6 +81,10 @@ def look_at_key(path: Path) -> tuple[str, list[Finding]]:
     if content:
         return "", [*faults, content]
     return text.decode().strip() if not faults else "", faults
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in encodable(name))
 
 
 def _not_private(where: str, status: os.stat_result) -> list[Finding]:

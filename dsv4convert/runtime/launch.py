@@ -32,6 +32,10 @@ _SCORES_SHARE = 1 / 4
 #: Arguments that `serve` sets or that change what the budget and the key rest on -> what to do instead.
 _FIXED: Final = "fixed by the SM80 runtime"
 _ONE_NODE: Final = "one machine with tensor parallelism is what the runtime supports"
+_OTHER_WEIGHTS: Final = "the weights are those of DST, in the formats that `convert` wrote"
+_OTHER_POOLS: Final = "the memory budget and the INT8 index cache rest on SGLang's own KV pools"
+_OTHER_CARDS: Final = "choose the cards with `CUDA_VISIBLE_DEVICES`; `preflight` looks at the first ones"
+_TLS: Final = "put TLS in a proxy before the server; `serve` asks for its health over plain HTTP"
 _OTHER_SERVER: Final = "it starts another server than the one that checks the key"
 _OWNED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("--model-path", "--model"), "DST is the model"),
@@ -63,10 +67,41 @@ _OWNED: Final[Mapping[str, str]] = {
             "--speculative-draft-model-path",
             "--speculative-draft-model",
             "--speculative-draft-model-quantization",
+            "--speculative-draft-attention-backend",
             "--skip-server-warmup",
+            "--model-impl",
+            "--is-embedding",
+            "--dllm-algorithm",
         ),
         _FIXED,
     ),
+    **dict.fromkeys(
+        (
+            "--custom-weight-loader",
+            "--speculative-draft-load-format",
+            "--torchao-config",
+            "--modelopt-quant",
+            "--quantize-and-serve",
+            "--rl-quant-profile",
+            "--kt-weight-path",
+        ),
+        _OTHER_WEIGHTS,
+    ),
+    "--delete-ckpt-after-loading": "it would delete DST",
+    **dict.fromkeys(
+        (
+            "--enable-hisparse",
+            "--enable-hierarchical-cache",
+            "--enable-unified-memory",
+            "--enable-page-major-kv-layout",
+            "--enable-deepseek-v4-fp4-indexer",
+        ),
+        _OTHER_POOLS,
+    ),
+    **dict.fromkeys(("--device", "--base-gpu-id", "--gpu-id-step"), _OTHER_CARDS),
+    **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile"), _TLS),
+    "--crash-dump-folder": "a dump holds SGLang's arguments with the API key, and prompts",
+    **dict.fromkeys(("-h", "--help"), "ask SGLang itself: `python -m sglang.launch_server --help`"),
     "--config": "a file could contradict what `serve` checked; pass its arguments one by one",
     **dict.fromkeys(
         (
@@ -79,14 +114,34 @@ _OWNED: Final[Mapping[str, str]] = {
             "--ep",
             "--expert-parallel-size",
             "--moe-a2a-backend",
+            "--speculative-moe-a2a-backend",
+            "--elastic-ep-backend",
+            "--moe-dp-size",
+            "--moe-data-parallel-size",
             "--nnodes",
+            "--dcp-size",
+            "--decode-context-parallel-size",
+            "--attn-cp-size",
+            "--attention-context-parallel-size",
             "--enable-prefill-cp",
+            "--enable-prefill-context-parallel",
+            "--enable-dsa-prefill-context-parallel",
+            "--enable-nsa-prefill-context-parallel",
             "--disaggregation-mode",
         ),
         _ONE_NODE,
     ),
     **dict.fromkeys(
-        ("--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--sidecar", "--use-ray", "--encoder-only"),
+        (
+            "--grpc-port",
+            "--grpc-mode",
+            "--smg-grpc-mode",
+            "--smg-http-sidecar-port",
+            "--grpc-http-sidecar-port",
+            "--sidecar",
+            "--use-ray",
+            "--encoder-only",
+        ),
         _OTHER_SERVER,
     ),
     "--tokenizer-worker-num": "SGLang checks the API key with one tokenizer process only",
@@ -98,8 +153,6 @@ _DEFAULTS: Final = (
     "--tool-call-parser",
     "--chunked-prefill-size",
 )
-#: Complete names that argparse would also accept as the beginning of an owned one.
-_COMPLETE: Final = frozenset({"--ssl-keyfile"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +203,23 @@ def contradictions(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
     """
     for argument in extra:
         name = argument.partition("=")[0]
-        if not name.startswith("--") or name == "--" or name in _COMPLETE:
-            continue
-        owner = name if name in _OWNED else next((o for o in _OWNED if o.startswith(name)), None)
+        owner = name if name in _OWNED else next((o for o in _OWNED if _abbreviates(name, o)), None)
         if owner is not None:
             yield owner, _OWNED[owner]
     if value_of(extra, "--log-level") not in (None, "debug", "info"):
         yield "--log-level", "the lines of the shim that `serve` waits for are of level info"
 
 
+def _abbreviates(name: str, owner: str) -> bool:
+    return name.startswith("--") and name != "--" and owner.startswith(name)
+
+
 def value_of(extra: Sequence[str], name: str) -> str | None:
-    """Return the last value that `extra` gives an argument, None if it does not."""
+    """Return the last value that `extra` gives an argument, abbreviated or not; None if it does not."""
     found = None
     for position, argument in enumerate(extra):
         key, equals, value = argument.partition("=")
-        if key == name:
+        if _abbreviates(key, name):
             found = value if equals else next(iter(extra[position + 1 :]), "")
     return found
 

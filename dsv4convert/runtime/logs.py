@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
+import stat
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 #: Size at which a file is put aside, and how many are kept beside the current one.
 FILE_BYTES: Final = 64 << 20
@@ -19,6 +21,8 @@ KEPT: Final = 5
 #: Lines shown when a server dies or hangs.
 TAIL: Final = 30
 HIDDEN: Final = "[API key]"
+#: A line longer than this is cut, so that a stream without line ends cannot fill the memory.
+LONGEST_LINE: Final = 1 << 16
 
 
 class ServerLog:
@@ -39,12 +43,33 @@ class ServerLog:
         file_bytes: int = FILE_BYTES,
     ) -> None:
         self._handler = _PrivateFile(path, file_bytes)
-        self._key, self._echo = key, echo
+        self._echo = echo
+        # As itself, and as Python and JSON quote it.
+        forms = {key, repr(key)[1:-1], json.dumps(key)[1:-1]} if key else set()
+        self._forms = sorted(forms, key=len, reverse=True)
         self.tail: deque[str] = deque(maxlen=TAIL)
+
+    def lines(self, stream: IO[bytes]) -> Iterator[str]:
+        """Yield the lines of a server's output without the key, longer ones than `LONGEST_LINE` in pieces."""
+        # A key may stand across a cut: what could be its beginning waits for the next piece.
+        reach, held = max(map(len, self._forms), default=1) - 1, ""
+        while part := stream.readline(LONGEST_LINE):
+            text = self._hide(held + part.decode(errors="replace"))
+            is_cut = len(part) == LONGEST_LINE and not part.endswith(b"\n")
+            end = max(0, len(text) - reach) if is_cut else len(text)
+            held = text[end:]
+            yield text[:end].rstrip("\r\n")
+        if held:
+            yield held
+
+    def _hide(self, text: str) -> str:
+        for form in self._forms:
+            text = text.replace(form, HIDDEN)
+        return text
 
     def write(self, line: str) -> str:
         """Take one line and return it as it was written."""
-        line = line.replace(self._key, HIDDEN) if self._key else line
+        line = self._hide(line)
         self.tail.append(line)
         self._handler.emit(logging.makeLogRecord({"msg": line}))
         if self._echo:
@@ -73,7 +98,15 @@ class _PrivateFile(RotatingFileHandler):
 
     def _open(self) -> io.TextIOWrapper:
         def opener(name: str, flags: int) -> int:
-            return os.open(name, flags | os.O_CLOEXEC, 0o600)
+            handle = os.open(name, flags | os.O_CLOEXEC, 0o600)
+            try:
+                # A file that was there before may have been open to others.
+                if stat.S_ISREG(os.fstat(handle).st_mode):
+                    os.fchmod(handle, 0o600)
+            except OSError:
+                os.close(handle)
+                raise
+            return handle
 
         return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=opener)
 

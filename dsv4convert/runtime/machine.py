@@ -121,6 +121,10 @@ def port_findings(host: str, ports: Iterable[tuple[str, int]]) -> Iterator[Findi
     for name, port in ports:
         try:
             _open(host, port)
+        except (socket.gaierror, UnicodeError) as error:
+            problem = f"cannot be resolved: {getattr(error, 'strerror', None) or error}"
+            yield finding("host.port", "--host", problem, expected="an address of this machine", found=host)
+            return
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             problem = (

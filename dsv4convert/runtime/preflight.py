@@ -17,7 +17,7 @@ from dsv4convert.formats.spec import PACKING
 from dsv4convert.handoff import split_findings
 from dsv4convert.memory import CARD_BYTES, GpuMemory, budgets, is_served, read_positions
 from dsv4convert.names import Layout
-from dsv4convert.runtime import contract, machine
+from dsv4convert.runtime import contract, machine, settings
 from dsv4convert.runtime.installation import findings as sglang_findings
 from dsv4convert.runtime.installation import installation
 from dsv4convert.runtime.keys import look_at_key
@@ -208,7 +208,23 @@ def _check_options(launch: Launch, environ: Mapping[str, str], notes: _Notes) ->
     for name, reason in _FORBIDDEN.items():
         if environ.get(name):
             notes.findings.append(finding("serve.environment", name, reason, expected="not set"))
+    notes.findings += _older_findings(launch, environ)
     notes.checked.append("options: address, environment variables")
+
+
+def _older_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what the older names of the shim's variables ask for and do not get."""
+    name = settings.OLD_MOE
+    accepted = (launch.backend, *(["mxfp4_int8"] if launch.backend == OURS else []))
+    found = environ.get(name, "").strip() or launch.backend
+    if found not in accepted:
+        problem = "contradicts `--moe-backend`, which `serve` passes on"
+        yield finding("serve.environment", name, problem, expected=" or ".join(accepted), found=found)
+    name = settings.OLD_INDEXER
+    found = environ.get(name, "").strip() or "1"
+    if found != "1":
+        problem = "asks for an indexer that SM80 does not have: it has no FP8, so index keys are INT8"
+        yield finding("shim.setting", name, problem, expected="1 or unset", found=found)
 
 
 # ---- SGLang and the machine

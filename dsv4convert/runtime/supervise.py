@@ -27,8 +27,6 @@ from dsv4convert.runtime.logs import ServerLog
 _HEALTH_EVERY, _HEALTH_PATIENCE = 2.0, 40.0
 #: Seconds that killed processes may take to disappear; a driver may hold them.
 _REAP: Final = 30.0
-#: A line longer than this is cut, so that a stream without line ends cannot fill the memory.
-_LONGEST_LINE: Final = 1 << 16
 
 End = Literal["stopped", "died", "timeout", "refused"]
 
@@ -106,8 +104,8 @@ class Server:
     # ---- what happens in the background
 
     def _read(self, stream: IO[bytes]) -> None:
-        while line := stream.readline(_LONGEST_LINE):
-            text = self.log.write(line.decode(errors="replace").rstrip("\r\n"))
+        for line in self.log.lines(stream):
+            text = self.log.write(line)
             # Clients can write into the log of a ready server, so that it decides nothing any more.
             if not self._ready.is_set() and self.guards.feed(text):
                 self._events.put(("guard", 0))

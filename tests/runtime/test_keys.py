@@ -116,6 +116,20 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
     assert codes(path) == ["key.missing"]
 
 
+def test_a_key_in_place_of_its_file_is_not_shown(tmp_path: Path) -> None:
+    for name in (KEY, "k" * 1000):
+        (fault,) = look_at_key(tmp_path / name)[1]
+        assert fault.where == "--api-key-file" and name not in str(fault)
+    # The name of something that is there is no key.
+    (tmp_path / "link").symlink_to("nowhere")
+    assert look_at_key(tmp_path / "link")[1][0].where == "link"
+
+
+def test_name_of_a_key_file_stays_on_its_line(tmp_path: Path) -> None:
+    (fault,) = look_at_key(private(tmp_path / "a\nb \x1b[1mé", KEY, 0o644))[1]
+    assert fault.where == "a\\nb \\x1b[1mé"
+
+
 def test_all_faults_of_a_file_are_told_together(tmp_path: Path) -> None:
     assert codes(private(tmp_path / "key", "", 0o644)) == ["key.mode", "key.content"]
 

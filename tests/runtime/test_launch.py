@@ -180,9 +180,10 @@ def test_warm_up_is_skipped_without_a_draft_only() -> None:
 
 @pytest.mark.parametrize("name", ["--served-model-name", "--reasoning-parser", "--tool-call-parser"])
 def test_a_default_of_ours_yields(name: str) -> None:
-    for extra in ((name, "x"), (f"{name}=x",)):
+    for extra in ((name, "x"), (f"{name}=x",), (name[:-2], "x")):
         words = arguments(replace(LAUNCH, extra=extra), name="n", context=1, chunk=256)
-        assert sum(w.partition("=")[0] == name for w in words) == 1 and value_of(words, name) == "x"
+        assert sum(w.startswith(name[:-2]) for w in words) == 1 and value_of(words, name) == "x"
+    assert value_of(("--", name[:2] + "x", "y"), name) is None
 
 
 def test_key_file_is_named_and_no_key_is_needed_without_one() -> None:
@@ -209,6 +210,17 @@ def test_key_file_is_named_and_no_key_is_needed_without_one() -> None:
         (["--skip-server-warmup"], "--skip-server-warmup"),
         (["--model", "x"], "--model"),
         (["--ep", "2"], "--ep"),
+        (["--delete-ckpt-after-loading"], "--delete-ckpt-after-loading"),
+        (["--delete-ckpt"], "--delete-ckpt-after-loading"),
+        (["--enable-nsa-prefill-context-parallel"], "--enable-nsa-prefill-context-parallel"),
+        (["--decode-context-parallel-size", "2"], "--decode-context-parallel-size"),
+        (["--grpc-http-sidecar-port=1"], "--grpc-http-sidecar-port"),
+        (["--device", "cpu"], "--device"),
+        (["--crash-dump-folder", "d"], "--crash-dump-folder"),
+        (["--ssl-keyfile", "k.pem"], "--ssl-keyfile"),
+        (["--ssl-certfile=c.pem"], "--ssl-certfile"),
+        (["-h"], "-h"),
+        (["--help"], "--help"),
         (["--log-level", "warning"], "--log-level"),
         (["--log-level=error"], "--log-level"),
     ],
@@ -227,8 +239,9 @@ def test_arguments_that_serve_sets_are_refused_without_their_value(
         ["--disable-cuda-graph"],
         ["--model-loader-extra-config", "{}"],
         ["--quantization-param-path", "p"],
-        ["--ssl-keyfile", "k.pem"],
-        ["--ssl-keyfile=k.pem", "--ssl-certfile=c.pem"],
+        ["--served-model-name", "-"],
+        ["--dllm-algorithm-config", "f"],
+        ["--enable-return-routed-experts"],
         ["--chunked-prefill-size", "2048"],
         ["--log-level", "debug"],
         ["--stream-interval", "--tp-like-value"],

@@ -253,6 +253,22 @@ def test_variables_that_contradict(launch: Launch) -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["", "1", " 1 "])
+def test_older_indexer_variable(launch: Launch, value: str) -> None:
+    name = "SGLANG_DSV4_A100_INT8_INDEXER"
+    assert codes(check_launch(launch, {name: value})) == []
+    fault = one(check_launch(launch, {name: "0"}), "shim.setting")
+    assert (fault.where, fault.found) == (name, "0")
+
+
+@pytest.mark.parametrize("value", ["", "ours", "mxfp4_int8"])
+def test_older_backend_variable(launch: Launch, value: str) -> None:
+    name = "SGLANG_DSV4_MXFP4_MOE_BACKEND"
+    assert codes(check_launch(launch, {name: value})) == []
+    fault = one(check_launch(launch, {name: "marlin"}), "serve.environment")
+    assert (fault.where, fault.expected) == (name, "ours or mxfp4_int8")
+
+
 def test_switch_that_is_off_is_told_not_overridden(launch: Launch) -> None:
     assert (
         one(check_launch(launch, {"ENABLE_DSV4_SM80": "0"}), "serve.environment").where == "ENABLE_DSV4_SM80"
@@ -442,6 +458,13 @@ def test_address_of_another_machine() -> None:
     # TEST-NET-1 of RFC 5737: no machine has it.
     (fault,) = machine.port_findings("192.0.2.1", [("--port", 1234)])
     assert fault.code == "host.port" and "cannot be opened" in fault.problem
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "no-such-host.invalid"])
+def test_host_that_is_no_address_is_named(host: str) -> None:
+    (fault,) = machine.port_findings(host, [("--port", 1234), ("--nccl-port", 1235)])
+    assert (fault.code, fault.where, fault.found) == ("host.port", "--host", host)
+    assert list(machine.port_findings("localhost", [("--port", 0)])) == []
 
 
 def test_port_of_nccl_is_looked_at(launch: Launch, fake: FakeServing) -> None:

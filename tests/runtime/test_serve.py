@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -21,7 +22,8 @@ import pytest
 
 from dsv4convert.runtime.guards import Guards
 from dsv4convert.runtime.keys import make_key, read_key
-from dsv4convert.runtime.logs import ServerLog
+from dsv4convert.runtime.logs import LONGEST_LINE, ServerLog
+from tests.conftest import Ran
 from tests.fakeserving import FakeServing, guard_lines
 from tests.test_schemas import require
 from tests.toy import Toybox
@@ -433,6 +435,61 @@ def test_log_rotates_and_hides_the_key(tmp_path: Path) -> None:
     assert all(f.stat().st_size <= 200 and stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
     assert "sekret" not in "".join(f.read_text() for f in files) + "".join([*log.tail, *echoed])
     assert log.tail[-1] == "line 99 [API key]" and len(log.tail) == 30
+
+
+SECRET = "sekret-'sekret'-\\-\"sekret"
+
+
+@pytest.mark.parametrize("before", [0, LONGEST_LINE - 60, *range(LONGEST_LINE - 30, LONGEST_LINE + 2)])
+def test_no_cut_goes_through_a_key(tmp_path: Path, before: int) -> None:
+    log = ServerLog(tmp_path / "log", SECRET)
+    text = b"x" * before + SECRET.encode() + b"y" * LONGEST_LINE + b"\nnext\n" + b"z" * LONGEST_LINE
+    *pieces, following, last, rest = log.lines(io.BytesIO(text))
+    log.close()
+    assert "".join(pieces) == "x" * before + "[API key]" + "y" * LONGEST_LINE
+    assert all(len(piece) <= LONGEST_LINE + len(SECRET) * 2 for piece in pieces)
+    assert (following, last + rest) == ("next", "z" * LONGEST_LINE)
+
+
+def test_a_quoted_key_is_hidden_too(tmp_path: Path) -> None:
+    log = ServerLog(tmp_path / "log", SECRET)
+    for form in (SECRET, repr(SECRET)[1:-1], json.dumps(SECRET)[1:-1]):
+        assert log.write(f"<{form}>") == "<[API key]>"
+    log.close()
+    log = ServerLog(tmp_path / "log")
+    assert list(log.lines(io.BytesIO(b"a\r\n\nb"))) == ["a", "", "b"]
+    log.close()
+
+
+def test_an_older_log_is_closed_to_others(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("before\n")
+    (tmp_path / "log").chmod(0o644)
+    log = ServerLog(tmp_path / "log")
+    log.write("after")
+    log.close()
+    assert (tmp_path / "log").read_text() == "before\nafter\n"
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+
+def test_log_in_place_of_the_key_is_a_usage_error(
+    cli: Callable[..., Ran], toys: Toybox, tmp_path: Path
+) -> None:
+    make_key(tmp_path / "key")
+    (tmp_path / "link").symlink_to("key")
+    options = ("serve", toys.original("int8"), "--tp", 1, "--dry-run", "--api-key-file", tmp_path / "key")
+    refused = cli(*options, "--log-file", tmp_path / "link")
+    assert refused.exit_code == 2 and "the same file" in refused.err
+    assert cli(*options, "--log-file", tmp_path / "other").exit_code == 0
+
+
+def test_lines_that_are_missing_are_told_when_quiet(serve: Callable[..., Running], fake: FakeServing) -> None:
+    fake.plan(lines=guard_lines())
+    running = serve("-q", "--log-file", "/dev/full", "--", "--served-model-name", "foo")
+    # Clients know the model by the name that was given.
+    running.wait_for("ready after .*, model foo, log")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end() == 143
+    assert "lines are missing: " in "".join(running.err)
 
 
 def test_log_that_cannot_be_written_does_not_stop_a_server(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_refused_arguments_are_those_of_sglang(parser: argparse.ArgumentParser) 
     assert all(next(launch.contradictions([name]))[0] == name for name in refused)
 
 
+def test_no_other_spelling_of_a_refused_argument_is_free(parser: argparse.ArgumentParser) -> None:
+    spellings = {name: action.dest for action in parser._actions for name in action.option_strings}
+    owned = {spellings[name] for name in launch._OWNED}
+    assert {name for name, dest in spellings.items() if dest in owned} == set(launch._OWNED)
+    # argparse takes the beginnings of names too: what they stand for here, they stand for there.
+    free = [name for name in spellings if name not in {*launch._OWNED, "--log-level"}]
+    assert len(free) > 300 and not list(launch.contradictions(free))
+
+
 def test_installed_files_are_the_pinned_ones() -> None:
     assert list(gate.changed_files(Path(sglang.__path__[0]))) == []
 
