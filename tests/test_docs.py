@@ -141,6 +141,7 @@ def test_prose_fits_the_column_limit(page: Path) -> None:
 #: Options of pip, hf, docker, SGLang and our own scripts that the pages name on their own.
 OPTIONS_OF_OTHERS = {
     "--chunked-prefill-size",
+    "--crash-dump-folder",
     "--force-download",
     "--grpc-port",
     "--include",
@@ -150,6 +151,8 @@ OPTIONS_OF_OTHERS = {
     "--quantization",
     "--revision",
     "--shm-size",
+    "--ssl-certfile",
+    "--ssl-keyfile",
 }
 
 
