@@ -121,7 +121,7 @@ def patches_page() -> str:
     lines += [
         "What the [SM80 shim](runtime.md) replaces, and why. `kernel`: another implementation; `wrap`: calls",
         "what it replaces; `class`: a subclass; `flag`: a constant. A target that is gone or takes other",
-        "parameters refuses the process (`shim.target`): no further module of SGLang can be imported in it.",
+        "parameters refuses the process (`shim.target`): the next import of SGLang ends it.",
         "",
         "| id | module | attribute | kind | without it |",
         "|---|---|---|---|---|",

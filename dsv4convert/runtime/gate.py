@@ -63,7 +63,7 @@ def apply(patch: Patch, module: ModuleType) -> None:
     owner: Any = module
     for part in path:
         owner = getattr(owner, part, None)
-    stock = getattr(owner, name, _ABSENT)
+    stock = _ABSENT if owner is None else getattr(owner, name, _ABSENT)
     target = f"{patch.module}.{patch.attribute}"
     if stock is _ABSENT:
         problem = f"patch {patch.id} has nothing to replace"

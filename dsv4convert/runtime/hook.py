@@ -4,8 +4,8 @@ Nothing happens until a process imports SGLang. Then, once: settings are read, e
 and the files that the patches rest on are compared with the hashes of the contract. A file that differs
 refuses the import; no patch is ever applied to code that was not read.
 
-A target that is not there refuses the process: whoever catches the error, as SGLang's registry of models does
-with every one, gets it again from the next module of SGLang.
+A target that is not there refuses the process. SGLang's registry of models ignores every error of an import
+and serves a substitute for the model; therefore whoever goes on to its next module ends the process.
 
 Loaded at the start of every Python process, so only `os` and `sys` are imported here.
 """
@@ -59,7 +59,8 @@ class _Finder:
         if name != "sglang" and not name.startswith("sglang."):
             return None
         if self.refusal is not None:
-            raise self.refusal.with_traceback(None)
+            # No error of an import: those are what was ignored.
+            raise SystemExit(str(self.refusal))
         if self._patches is None:
             self._patches = _begin()
         if name not in self._patches:

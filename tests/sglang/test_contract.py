@@ -176,6 +176,10 @@ def test_a_renamed_attribute_is_refused() -> None:
             "error: `sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4SingleKVPool.create_buffer`: "
             "patch K1 has nothing to replace: found no such attribute   [shim.target]"
         )
+    # What every object has is not there if its class is not.
+    built = next(p for p in contract.PATCHES if p.id == "G1")
+    with pytest.raises(Refused, match="patch G1 has nothing to replace: found no such attribute"):
+        gate.apply(built, _module())
     same = type("DeepSeekV4SingleKVPool", (), {"create_buffer": lambda self, *, num_pages: None})
     gate.apply(patch, _module(DeepSeekV4SingleKVPool=same))
     assert same.create_buffer.__wrapped__ is not None
