@@ -126,6 +126,12 @@ def test_run_stopped_between_index_and_clean_up_is_complete_at_the_next_run(
 # ---- real processes
 
 
+def _hear_signals() -> None:
+    """What starts tests in the background (`&`, `nohup`) has signals ignored, and that is inherited."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Held:
     """A real conversion that waits in the middle of shard 3, and what to do to it."""
 
@@ -138,8 +144,7 @@ class Held:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Whatever started the tests in the background may have had SIGINT ignored, which is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_hear_signals,
         )
 
     def wait_until_held(self) -> int:
