@@ -68,7 +68,10 @@ def test_hang_up_that_nohup_ignores_stays_ignored() -> None:
     def nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    for before, expected in ((nohup, "True"), (None, "False")):
+    def terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    for before, expected in ((nohup, "True"), (terminal, "False")):
         line = [sys.executable, "-c", code]
         done = subprocess.run(line, capture_output=True, text=True, preexec_fn=before, timeout=60, check=True)
         assert done.stdout.strip() == expected
