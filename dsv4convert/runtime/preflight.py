@@ -220,11 +220,7 @@ def _older_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Find
     if found not in accepted:
         problem = "contradicts `--moe-backend`, which `serve` passes on"
         yield finding("serve.environment", name, problem, expected=" or ".join(accepted), found=found)
-    name = settings.OLD_INDEXER
-    found = environ.get(name, "").strip() or "1"
-    if found != "1":
-        problem = "asks for an indexer that SM80 does not have: it has no FP8, so index keys are INT8"
-        yield finding("shim.setting", name, problem, expected="1 or unset", found=found)
+    yield from settings.indexer_faults(environ)
 
 
 # ---- SGLang and the machine

@@ -13,9 +13,11 @@ The new name wins when both are set. The switch itself is read by `hook`, before
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from dsv4convert.runtime.refusal import refusal
+from dsv4convert.errors import Finding, finding
+from dsv4convert.runtime.refusal import refusal, refuse_all
 
 SWITCH: Final = "ENABLE_DSV4_SM80"
 MOE: Final = "DSV4_SM80_MOE"
@@ -35,10 +37,8 @@ def moe_backend() -> str:
     Raises:
         Refused: a variable asks for something that does not exist.
     """
-    indexer = os.environ.get(OLD_INDEXER, "").strip() or "1"
-    if indexer != "1":
-        problem = "asks for an indexer that SM80 does not have: it has no FP8, so index keys are INT8"
-        raise refusal("shim.setting", OLD_INDEXER, problem, expected="1 or unset", found=indexer)
+    for fault in indexer_faults(os.environ):
+        raise refuse_all([fault])
     name = MOE if MOE in os.environ else OLD_MOE
     value = os.environ.get(name, "").strip() or MOE_BACKENDS[0]
     backend = _OLD_VALUES.get(value, value)
@@ -46,6 +46,14 @@ def moe_backend() -> str:
         problem = "names no backend for the routed experts"
         raise refusal("shim.setting", name, problem, expected=" or ".join(MOE_BACKENDS), found=value)
     return backend
+
+
+def indexer_faults(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding if the older name asks for another indexer than the one there is."""
+    found = environ.get(OLD_INDEXER, "").strip() or "1"
+    if found != "1":
+        problem = "asks for an indexer that SM80 does not have: it has no FP8, so index keys are INT8"
+        yield finding("shim.setting", OLD_INDEXER, problem, expected="1 or unset", found=found)
 
 
 def allowed_hashes() -> frozenset[str]:

@@ -67,10 +67,8 @@ def _events(stream: Any) -> Iterator[Mapping[str, Any]]:
             yield plain
 
 
-class Chat:
-    """``/v1/chat/completions``."""
-
-    name = "chat"
+class _OpenAI:
+    """What speaks through the `openai` client."""
 
     def __init__(self, server: Server) -> None:
         from openai import OpenAI
@@ -83,6 +81,12 @@ class Chat:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+
+class Chat(_OpenAI):
+    """``/v1/chat/completions``."""
+
+    name = "chat"
 
     def ask(
         self,
@@ -189,22 +193,10 @@ def _missing(*parts: tuple[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, value in parts if not value)
 
 
-class Responses:
+class Responses(_OpenAI):
     """``/v1/responses``."""
 
     name = "responses"
-
-    def __init__(self, server: Server) -> None:
-        from openai import OpenAI
-
-        self._server = server
-        self._client: Any = OpenAI(
-            base_url=f"{server.url}/v1", api_key=server.key or "none", timeout=server.seconds, max_retries=0
-        )
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
 
     def ask(
         self, turns: Sequence[Turn], tokens: int, *, tools: Sequence[Tool] = (), choice: str = "auto"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsv4convert import api
+from tests.reference import fit_draft, tiny
 
 #: Long enough that windows are full, an entry of ratio 128 exists and the indexer has to choose.
 LONG = [7 * i % 500 for i in range(1, 141)]
@@ -25,6 +26,18 @@ def trio(sample: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
     for layout in ("mxfp4", "int8"):
         api.convert(sample("plain"), root / layout, experts=layout)
     return {"official": sample("plain"), "mxfp4": root / "mxfp4", "int8": root / "int8"}
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return layout -> a checkpoint whose draft agrees with its trunk; not to be changed."""
+    root = tmp_path_factory.mktemp("fitted")
+    made = {"official": tiny.make(root, "plain")}
+    fit_draft.apply(made["official"])
+    for layout in ("mxfp4", "int8"):
+        made[layout] = root / layout
+        api.convert(made["official"], made[layout], experts=layout)
+    return made
 
 
 @pytest.fixture

@@ -24,18 +24,6 @@ SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "schemas" / "golden.sche
 PROMPT = tiny.prompt(fit_draft.PROMPT).tolist()
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return layout -> a checkpoint whose draft agrees with its trunk."""
-    root = tmp_path_factory.mktemp("fitted")
-    made = {"official": tiny.make(root, "plain")}
-    fit_draft.apply(made["official"])
-    for layout in ("mxfp4", "int8"):
-        made[layout] = root / layout
-        api.convert(made["official"], made[layout], experts=layout)
-    return made
-
-
 def health(root: Path, **options: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the draft's section and the findings of a probe over the fitted sequence."""
     probed = api.probe(root, ids=PROMPT, tokens=fit_draft.SAID, draft=True, **options)

@@ -168,18 +168,6 @@ def test_a_draft_that_the_end_of_the_answer_hides_is_a_warning(copy: Copy) -> No
     assert probed.golden["draft"] is None
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return layout -> a checkpoint whose draft agrees with its trunk; not to be changed."""
-    root = tmp_path_factory.mktemp("judged")
-    made = {"official": tiny.make(root, "plain")}
-    fit_draft.apply(made["official"])
-    for layout in ("mxfp4", "int8"):
-        made[layout] = root / layout
-        api.convert(made["official"], made[layout], experts=layout)
-    return made
-
-
 def draft_beside(root: Path, reference: Path, numerics: str = "exact") -> tuple[float, list[tuple[str, str]]]:
     ids = tiny.prompt(fit_draft.PROMPT).tolist()
     probed = api.probe(root, ids=ids, tokens=8, draft=True, reference=reference, numerics=numerics)
