@@ -34,6 +34,7 @@ LEVELS = {
     "formats.int8_shift": 2,
     "geometry": 2,
     "validate.report": 2,
+    "vision": 2,
     "workers": 2,
     "writer": 2,
     "formats.repack": 3,
@@ -73,7 +74,6 @@ LEVELS = {
     "runtime": 12,
     "smoke": 12,
     "validate.values": 12,
-    "vision": 12,
     "webreport": 12,
     "convert": 13,
     "validate": 13,
@@ -91,7 +91,7 @@ FILE_BUDGET = 400
 FUNCTION_BUDGET = 80
 
 # Importing these, or running a command that reads headers only, loads neither torch nor numpy.
-LIGHT_MODULES = ["checkpoint", "cli", "names", "plan", "validate.structure"]
+LIGHT_MODULES = ["checkpoint", "cli", "names", "plan", "validate.structure", "vision.layout"]
 LIGHT_COMMANDS = ["inspect", "plan", "original"]
 HEAVY = ("torch", "numpy")
 
