@@ -63,3 +63,11 @@ HALF_A_STEP = 0.51
 #: Share of the best keys that INT8 queries must find among 700, and how far from the border of the selection,
 #: in standard deviations of the scores, a key may lie that they trade for another.
 INDEX_FOUND, INDEX_BORDER = 0.97, 0.05
+
+# ---- the vision tower, `tests/vision`
+
+#: Two small blocks: norms, angles and rotations are float32, as in the official code, everything else as wide
+#: as the weights. 2^-24 an operation, some dozen of them one after the other.
+FLOAT32_TOWER = 3e-6
+#: The same in bfloat16: 2^-9 / sqrt(3) a rounding, about 20 of them one after the other.
+BF16_TOWER = 2e-2

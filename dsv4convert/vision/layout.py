@@ -101,7 +101,7 @@ def plan_size(width: int, height: int, vision: VisionConfig) -> Grid:
     p = vision.patch
     w, h = min(width, vision.max_ratio * height), height
     if w * h < vision.min_pixels:
-        # A power, as in the official code: `math.sqrt` differs in the last bit for some areas.
+        # A power, as in the official code: of some areas the last bit is not that of `math.sqrt`.
         q = (vision.min_pixels / (w * h)) ** 0.5
         w, h = int(w * q), int(h * q)
     grid = Grid.of(math.ceil(w / p) * p, math.ceil(h / p) * p, vision)

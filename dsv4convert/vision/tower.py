@@ -92,7 +92,7 @@ def _resized(picture: Image, grid: Grid, vision: VisionConfig) -> Image:
 
     size = (grid.width, grid.height)
     wide = picture.width >= vision.max_ratio * picture.height
-    # Within its frame a very narrow picture would be 0 pixels wide; the official code fails here.
+    # Within its frame a very narrow picture would be 0 pixels wide: Pillow fails, or leaves the frame empty.
     narrow = round(picture.width / picture.height * grid.height) == 0
     if wide or narrow:
         return picture.resize(size)
