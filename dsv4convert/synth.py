@@ -36,6 +36,7 @@ from dsv4convert.names import (
     official_shard_count,
 )
 from dsv4convert.table import Role, Storage
+from dsv4convert.vision.layout import PLACEHOLDER
 from dsv4convert.writer import encode_header, in_data_order, writing
 
 Bytes = NDArray[np.uint8]
@@ -241,7 +242,7 @@ def _entries(units: list[Unit]) -> tuple[list[tuple[str, str, Shape]], dict[str,
 def _write_small_files(target: Path, config: dict[str, Any], weight_map: dict[str, str], size: int) -> None:
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     vocab = config.get("text_config", config)["vocab_size"]
-    tokenizer = _tokenizer(min(vocab, 4096))
+    tokenizer = _tokenizer(min(vocab, 4096), sees=bool(config.get("vision_n_layers")))
     files: dict[str, Any] = {
         "config.json": config,
         "model.safetensors.index.json": index,
@@ -260,18 +261,23 @@ def _write_small_files(target: Path, config: dict[str, Any], weight_map: dict[st
         path.write_text(text, encoding="utf-8")
 
 
-def _tokenizer(vocab: int) -> dict[str, Any]:
+def _tokenizer(vocab: int, sees: bool) -> dict[str, Any]:
     """Return a `tokenizer.json` that encodes any text byte by byte and knows the markers of a chat.
 
     A vocabulary without room for all bytes encodes its first bytes only; all others become id 0.
+
+    Args:
+        vocab: Its size.
+        sees: The model takes pictures, so that a token behind all bytes stands for one.
     """
-    tokens = [*_MARKERS, *map(_byte_token, range(256))][:vocab]
+    tokens = [*_MARKERS, *map(_byte_token, range(256)), *([PLACEHOLDER] if sees else [])][:vocab]
+    special = {*_MARKERS, PLACEHOLDER}
     tokens += [f"<|id_{i}|>" for i in range(len(tokens), vocab)]
     plain = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False, "type": "ByteLevel"}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
-        "added_tokens": [{"id": i, "content": m, **flags} for i, m in enumerate(_MARKERS[:vocab])],
+        "added_tokens": [{"id": i, "content": m, **flags} for i, m in enumerate(tokens) if m in special],
         "pre_tokenizer": plain,
         "decoder": plain,
         "model": {
