@@ -1,8 +1,9 @@
 """Synthetic checkpoints of any release: for tests, demos, benchmarks and rehearsals.
 
-Three scales. ``tiny`` has every kind of tensor of a release in a few megabytes. ``slice`` has the true
-shapes and value statistics of a release in fewer layers and experts. ``full`` has the true names, shapes,
-shards and file sizes, as sparse files of zeros that take no room. Names, dtypes, shapes and shards come
+Four scales. ``tiny`` has every kind of tensor of a release in a few megabytes. ``served`` is the smallest
+that SGLang's kernels take: true hidden size, heads and indexer, everything else small. ``slice`` has the
+true shapes of a release in fewer layers and experts. ``full`` has the true names, shapes, shards and file
+sizes, as sparse files of zeros that take no room. Names, dtypes, shapes and shards come
 from the same table that judges real checkpoints, so a synthetic one is structurally indistinguishable.
 
 Value statistics follow real 0731 weights: E8M0 bytes of experts 120..122 with a row span of 1 or 2, of
@@ -70,6 +71,15 @@ _TINY = {
     "index_topk": 8,
     "sliding_window": 16,
 }
+#: What the kernels of SGLang 0.5.16 leave free: they are made for the hidden size (hyper-connections), for 64
+#: heads of 512 (attention) and for the indexer as it is. Halves of these are whole blocks and groups of 128.
+_SERVED = {
+    "vocab_size": 1024,
+    "q_lora_rank": 256,
+    "o_lora_rank": 128,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 16,
+}
 #: Sides that end in partial 128-blocks, partial 128-groups and partial 32-blocks of V4.1.
 _RAGGED = {
     "hidden_size": 288,
@@ -86,7 +96,7 @@ class Recipe:
 
     Attributes:
         release: Key of `releases.RELEASES`.
-        scale: ``tiny``, ``slice`` or ``full``.
+        scale: ``tiny``, ``served``, ``slice`` or ``full``.
         layers: Trunk layers; 0 for the default of the scale.
         experts: Routed experts; 0 for the default of the scale.
         vocab: Vocabulary; 0 for the default of the scale.
@@ -162,13 +172,18 @@ def make_config(recipe: Recipe) -> dict[str, Any]:
     if recipe.scale == "full":
         return config
     text = config.get("text_config", config)
-    layers = recipe.layers or (5 if recipe.scale == "tiny" else 4)
+    layers = recipe.layers or (4 if recipe.scale == "slice" else 5)
     _shorten(text, layers)
     if recipe.scale == "tiny":
         text |= {k: v for k, v in _TINY.items() if k in text}
         text |= _RAGGED if recipe.ragged else {}
-        _shrink_extras(config, text)
-    if recipe.experts or recipe.scale == "slice":
+        _shrink_vision(config)
+        _shrink_draft(text)
+    if recipe.scale == "served":
+        text |= {k: v for k, v in _SERVED.items() if k in text}
+        text |= {k: text["vocab_size"] - 1 for k in ("dspark_noise_token_id",) if k in text}
+        _shrink_vision(config)
+    if recipe.experts or recipe.scale in ("served", "slice"):
         text["n_routed_experts"] = recipe.experts or 16
         if "dspark_n_routed_experts" in text:
             text["dspark_n_routed_experts"] = text["n_routed_experts"]
@@ -200,7 +215,7 @@ def _shorten(text: dict[str, Any], layers: int) -> None:
         text["engram_num_embeddings"] = [1009, 1013]
 
 
-def _shrink_extras(config: dict[str, Any], text: dict[str, Any]) -> None:
+def _shrink_vision(config: dict[str, Any]) -> None:
     vision = config.get("vision_config", config)
     small = {"layers": 2, "dim": 64, "inter": 96, "heads": 4}
     flat = {
@@ -218,6 +233,9 @@ def _shrink_extras(config: dict[str, Any], text: dict[str, Any]) -> None:
     for name, key in (nested if "vision_config" in config else flat).items():
         if key in vision:
             vision[key] = small[name]
+
+
+def _shrink_draft(text: dict[str, Any]) -> None:
     if "dspark_markov_rank" in text:
         text |= {"dspark_markov_rank": 32, "dspark_noise_token_id": text["vocab_size"] - 1}
     if "dspark_n_routed_experts" in text:

@@ -342,16 +342,17 @@ def converted(
 )
 @click.option(
     "--scale",
-    type=click.Choice(["tiny", "slice", "full"]),
+    type=click.Choice(["tiny", "served", "slice", "full"]),
     default="tiny",
     show_default=True,
-    help="Everything small; true shapes but few layers; or everything, as sparse files.",
+    help="Everything small; the smallest that SGLang takes; true shapes but few layers; or everything, as "
+    "sparse files.",
 )
-@click.option("--layers", type=click.IntRange(3, 1024), default=None, help="Trunk layers (tiny, slice).")
+@click.option("--layers", type=click.IntRange(3, 1024), default=None, help="Trunk layers (not full).")
 @click.option(
-    "--experts", type=click.IntRange(2, 4096), default=None, help="Routed experts per layer (tiny, slice)."
+    "--experts", type=click.IntRange(2, 4096), default=None, help="Routed experts per layer (not full)."
 )
-@click.option("--vocab", type=click.IntRange(16, 1 << 24), default=None, help="Vocabulary (tiny, slice).")
+@click.option("--vocab", type=click.IntRange(16, 1 << 24), default=None, help="Vocabulary (not full).")
 @click.option("--ragged", is_flag=True, help="Tiny only: sides that end in partial blocks and groups.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the values.")
 @command_options
@@ -372,7 +373,7 @@ def synth(
     if ragged and scale != "tiny":
         raise click.UsageError("--ragged goes with --scale tiny")
     if scale == "full" and (layers or experts or vocab):
-        raise click.UsageError("--layers, --experts and --vocab go with --scale tiny or slice")
+        raise click.UsageError("--layers, --experts and --vocab do not go with --scale full")
     recipe = Recipe(release, scale, layers or 0, experts or 0, vocab or 0, ragged, seed)
     with progress("writing", data_bytes(recipe), quiet=shell.quiet) as bar:
         size = synthesize(directory, recipe, bar)

@@ -1,0 +1,3 @@
+"""Names that ``sglang.srt.layers.attention.vision`` imports; see the package."""
+
+from flashinfer import absent as __getattr__  # noqa: F401 - PEP 562
