@@ -46,11 +46,14 @@ def _load(name: str, device: str) -> Any:
 
 
 @cache
-def _run_sm80_code() -> None:
+def _run_sm80_code() -> ExitStack:
     """From now on, let every Triton kernel of this process run code for SM80, those of SGLang included."""
     from kernels_ref.sm80.gate import sm80_code
 
-    ExitStack().enter_context(sm80_code())
+    # Whoever drops it drops the context: the cache holds it.
+    entered = ExitStack()
+    entered.enter_context(sm80_code())
+    return entered
 
 
 def int8_shift(codes: Tensor, shift2: Tensor, channel_scale: Tensor) -> Any:
