@@ -16,6 +16,19 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
+from tests.fakevision import (
+    PLACE,
+    Reader,
+    Refusal,
+    Seen,
+    Talk,
+    Words,
+    describe,
+    expand,
+    look,
+    require_places,
+)
+
 MODEL: Final = "tiny-int8"
 KEY: Final = "k3y-of-the-tests-0123456789abcdef"
 #: Gap between the winner and the runner-up, in nats; and that of a tie.
@@ -88,6 +101,9 @@ class FakeChat(ThreadingHTTPServer):
         draft: A DSpark draft runs.
         is_dead: It closes every connection without an answer.
         key: The key it asks for; empty for none.
+        context: Longest request in tokens.
+        limit: Most pictures in a request.
+        seen: Path, headers and body of every request.
     """
 
     daemon_threads = True
@@ -99,7 +115,12 @@ class FakeChat(ThreadingHTTPServer):
         self.draft = False
         self.is_dead = False
         self.key = key
-        self.seen: list[tuple[str, dict[str, str]]] = []
+        self.context, self.limit = 4096, 96
+        self.seen: list[tuple[str, dict[str, str], Any]] = []
+        self.words = Words()
+        self.prefixes: list[list[int]] = []
+        self.aligned: dict[int, int] = {}
+        self.refused = False
         self.running = 0
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -141,7 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({"error": "Unauthorized"}, 401)
         elif path == "/v1/models":
             name = "another" if self.server.has("no-model") else MODEL
-            card = {"id": name, "object": "model", "created": 1, "owned_by": "sglang", "max_model_len": 4096}
+            card = {"id": name, "object": "model", "created": 1, "owned_by": "sglang"}
+            card["max_model_len"] = self.server.context
             self._send({"object": "list", "data": [] if self.server.has("empty-list") else [card]})
         elif path in ("/server_info", "/get_server_info"):
             self._send(self._info())
@@ -153,21 +175,35 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         path = self.path.partition("?")[0]
-        self.server.seen.append((path, dict(self.headers)))
+        self.server.seen.append((path, dict(self.headers), body))
         if self._is_dead():
             return
         if self._is_refused():
             self._send({"error": "Unauthorized"}, 401)
-        elif path == "/v1/chat/completions":
+            return
+        try:
+            self._answer(path, body)
+        except Refusal as refusal:
+            self.server.refused = True
+            kind = "BadRequestError" if refusal.status == 400 else "InternalServerError"
+            self._send({"error": {"message": f"{refusal}", "type": kind}}, refusal.status)
+
+    def _answer(self, path: str, body: dict[str, Any]) -> None:
+        if path == "/v1/chat/completions":
             self._chat(body)
         elif path == "/v1/responses":
             self._responses(body)
         elif path == "/v1/messages":
             self._messages(body)
         elif path == "/v1/messages/count_tokens":
-            self._send({"input_tokens": len(self._prompt(_from_messages(body)))})
+            self._send({"input_tokens": len(self._prompt(self._read("messages", body)))})
         elif path == "/generate":
             self._generate(body)
+        elif path == "/tokenize":
+            ids = self._tokenize(body)
+            self._send({"tokens": ids, "count": len(ids), "max_model_len": -1})
+        elif path == "/detokenize":
+            self._send({"text": self.server.words.decode(body["tokens"])})
         elif path == "/flush_cache":
             self._text(200, "Cache flushed.\n")
         else:
@@ -198,45 +234,78 @@ class _Handler(BaseHTTPRequestHandler):
             "version": "0.5.16",
             "speculative_algorithm": draft,
             "grammar_backend": "xgrammar",
+            "limit_mm_data_per_request": None
+            if self.server.has("limit-untold")
+            else {"image": self.server.limit},
             "internal_states": states,
         }
 
     # ---- what is said
 
-    def _prompt(self, turns: list[tuple[str, str]]) -> list[int]:
-        extra = [7] if self.server.has("template") else []
-        return [0, *extra, *(i for role, text in turns for i in (len(role), *chat_ids(text)[2:-1])), 2]
+    def _read(self, protocol: str, body: dict[str, Any]) -> Talk:
+        return Reader(self.server.has, protocol, self.server.limit).read(body)
 
-    def _says(self, turns: list[tuple[str, str]], limit: int) -> tuple[list[str], str]:
+    def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        if "prompt" in body:
+            return self.server.words.encode(body["prompt"])
+        if self.server.has("chat-loses-picture"):
+            # The encoding has it, the model does not get it.
+            return self.server.words.encode(Reader(lambda fault: False, "chat", 1000).read(body).render())
+        return self.server.words.encode(self._read("chat", body).render())
+
+    def _prompt(self, talk: Talk) -> list[int]:
+        ids = self.server.words.encode(talk.render(self.server.has("template")))
+        skew = int(self.server.has("skewed-blocks") and len(talk.seen) >= 8)
+        return expand(ids, talk.seen, skew)[0]
+
+    def _require_aligned(self, talk: Talk, prompt: list[int]) -> None:
+        """Fail as a server does that keeps the rows of a picture without the place they were made for."""
+        if self.server.has("unsalted") and "Look: so" in talk.turns[-1][1]:
+            lead = prompt.index(10**6 + talk.seen[0].digest) % 4
+            if self.server.aligned.setdefault(talk.seen[0].digest, lead) != lead:
+                raise Refusal(500, "Insufficient multimodal embedding length")
+
+    def _says(self, talk: Talk, limit: int) -> tuple[list[str], str]:
         """Return the pieces of an answer, and why it ended."""
         if self.server.has("forgets"):
-            turns = turns[-1:]
-        speech = _speech("\n".join(f"{role}: {text}" for role, text in turns))
-        if self.server.has("no-needle") and "locker" in turns[-1][1]:
+            talk = Talk(talk.turns[-1:])
+        if (
+            self.server.refused
+            and self.server.has("limps")
+            and "What is in this picture" in talk.turns[-1][1]
+        ):
+            raise Refusal(500, "the engine is gone")
+        speech = describe(talk, self.server.has) or _speech(talk.lines())
+        if self.server.has("no-needle") and "locker" in talk.turns[-1][1]:
             speech = "I do not know."
+        if self.server.has("tires") and "Look: so" in speech + talk.turns[-1][1]:
+            self.server.aligned[0] = self.server.aligned.get(0, 0) + 1
+            speech = speech if self.server.aligned[0] <= 4 else f"Tired. {speech}"
         pieces = _pieces(speech)
         return pieces[:limit], "length" if len(pieces) > limit else "stop"
 
     def _chat(self, body: dict[str, Any]) -> None:
-        turns = [(m["role"], m.get("content") or "") for m in body["messages"]]
+        talk = self._read("chat", body)
         limit = body["max_tokens"]
         if body.get("logprobs") and self.server.draft:
             self._send({"message": "return_logprob is not supported"}, 400)
             return
-        if body.get("tools") and turns[-1][0] == "user":
-            self._chat_call(body, turns)
+        if body.get("tools") and talk.last == "user":
+            self._chat_call(body, talk)
             return
-        pieces, finish = self._says(turns, limit)
+        prompt = self._prompt(talk)
+        self._require_aligned(talk, prompt)
+        pieces, finish = self._says(talk, limit)
         if body.get("response_format"):
             pieces, finish = (
                 (["green"] if self.server.has("no-grammar") else ['{"colour": ', '"green"}']),
                 "stop",
             )
-        if self.server.has("wrong-text") and turns[-1][1].startswith("Say"):
+        if self.server.has("wrong-text") and talk.turns[-1][1].startswith("Say the names"):
             pieces[4] = "Styx "
-        usage = _usage(len(self._prompt(turns)), len(pieces))
+        usage = _usage(len(prompt), len(pieces))
         if body.get("stream"):
-            if self.server.has("stream-differs"):
+            if self.server.has("picture-stream-differs" if talk.seen else "stream-differs"):
                 pieces[3] = "Styx "
             elif self.server.has("stream-ties"):
                 pieces[3] = "Meuse "
@@ -247,7 +316,7 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": logprobs}
         self._send({**_chat_head("chat.completion"), "choices": [choice], "usage": usage})
 
-    def _chat_call(self, body: dict[str, Any], turns: list[tuple[str, str]]) -> None:
+    def _chat_call(self, body: dict[str, Any], talk: Talk) -> None:
         choice = body.get("tool_choice")
         name = (
             choice["function"]["name"] if isinstance(choice, dict) else body["tools"][0]["function"]["name"]
@@ -264,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         finish = "tool_calls" if calls else "stop"
         choices = [{"index": 0, "message": message, "finish_reason": finish}]
-        usage = _usage(len(self._prompt(turns)), 5)
+        usage = _usage(len(self._prompt(talk)), 5)
         self._send({**_chat_head("chat.completion"), "choices": choices, "usage": usage})
 
     def _chat_stream(self, pieces: list[str], finish: str, usage: Any, options: Any) -> None:
@@ -288,14 +357,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.is_dead = True
         if self._is_dead():
             return
-        turns = _from_responses(body)
-        pieces, _ = self._says(turns, body["max_output_tokens"])
-        prompt = len(self._prompt(turns)) + self.server.has("usage-wrong")
+        talk = self._read("responses", body)
+        pieces, _ = self._says(talk, body["max_output_tokens"])
+        prompt = len(self._prompt(talk)) + self.server.has("usage-wrong")
+        if talk.seen and body.get("stream") and self.server.has("stream-counts-places"):
+            prompt = len(self.server.words.encode(talk.render()))
         usage = {"input_tokens": prompt, "output_tokens": len(pieces), "total_tokens": prompt + len(pieces)}
         text = "".join(pieces)
         part = {"type": "output_text", "text": text, "annotations": []}
         item: dict[str, Any] = {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
-        if body.get("tools") and turns[-1][0] == "user":
+        if body.get("tools") and talk.last == "user":
             name = "another" if self.server.has("other-call") else body["tools"][0]["name"]
             item = {"id": "fc_1", "type": "function_call", "call_id": "call_9", "name": name}
             item["arguments"] = '{"article": "bell"}'
@@ -322,14 +393,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._events([(event["type"], {**event, "sequence_number": n}) for n, event in numbered], [])
 
     def _messages(self, body: dict[str, Any]) -> None:
-        turns = _from_messages(body)
-        pieces, finish = self._says(turns, body["max_tokens"])
+        talk = self._read("messages", body)
+        pieces, finish = self._says(talk, body["max_tokens"])
         reason = {"length": "max_tokens", "stop": "end_turn"}[finish]
-        prompt = len(self._prompt(turns))
+        prompt = len(self._prompt(talk))
         # SGLang counts what lay in its prefix cache apart.
         usage = {"input_tokens": prompt - 2, "cache_read_input_tokens": 2}
         content: list[dict[str, Any]] = [{"type": "text", "text": "".join(pieces)}]
-        if body.get("tools") and turns[-1][0] == "user":
+        if body.get("tools") and talk.last == "user":
             content = [{"type": "tool_use", "id": "call_9", "name": body["tools"][0]["name"]}]
             content[0]["input"] = {"article": "bell"}
             reason = "tool_use"
@@ -360,8 +431,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._events([(event["type"], event) for event in events], [])
 
     def _generate(self, body: dict[str, Any]) -> None:
-        prompt = body.get("input_ids") or chat_ids(body["text"])
         limit = body["sampling_params"]["max_new_tokens"]
+        prompt, cached = self._native_prompt(body)
         if body.get("return_logprob") and self.server.draft:
             self._send({"error": {"message": "return_logprob is not supported"}}, 400)
             return
@@ -370,15 +441,17 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(0.02)
         crowded = self.server.running > 1
         ids: list[int] = []
+        blind = self.server.has("blind") or (self.server.has("other-prefix") and cached)
+        told = [min(token, 10**6) if token < 2 * 10**6 and blind else token for token in prompt]
         for _ in range(limit):
-            ids.append(follow([*prompt, *ids]) + self._slip(len(prompt) + len(ids), body, crowded))
+            ids.append(follow([*told, *ids]) + self._slip(len(prompt) + len(ids), body, crowded))
         with self.server.lock:
             self.server.running -= 1
         if crowded and self.server.has("fails-at-once"):
             self._send({"error": {"message": "out of memory"}}, 500)
             return
         meta: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": limit}
-        meta["finish_reason"] = {"type": "length", "length": limit}
+        meta |= {"finish_reason": {"type": "length", "length": limit}, "cached_tokens": cached}
         if body.get("return_logprob"):
             meta["output_top_logprobs"] = [_top(token, number) for number, token in enumerate(ids)]
         if self.server.draft:
@@ -396,6 +469,36 @@ class _Handler(BaseHTTPRequestHandler):
             self._events([(None, part) for part in parts], ["[DONE]"])
             return
         self._send({"text": text, "output_ids": ids, "meta_info": meta})
+
+    def _native_prompt(self, body: dict[str, Any]) -> tuple[list[int], int]:
+        """Return the tokens of a prompt, and how many of them the prefix cache holds."""
+        if "image_data" not in body:
+            return body.get("input_ids") or chat_ids(body["text"]), 0
+        urls = body["image_data"]
+        ids = body.get("input_ids") or self.server.words.encode(body["text"])
+        places = ids.count(PLACE)
+        if self.server.has("surplus-dropped"):
+            urls = urls[:places]
+        if places > len(urls) and self.server.has("missing-fails"):
+            raise Refusal(500, "")
+        require_places(places, len(urls))
+        seen: list[Seen] = [look(url) for url in urls]
+        prompt, starts = expand(ids, seen)
+        return prompt, self._from_cache(prompt, starts)
+
+    def _from_cache(self, prompt: list[int], starts: list[int]) -> int:
+        """Return how many tokens of a prompt earlier ones begin with: pages of 256, no part of a block."""
+        alike = [min(token, 10**6) for token in prompt] if self.server.has("places-cached") else prompt
+        best = 0
+        for earlier in self.server.prefixes:
+            pairs = enumerate(zip(earlier, alike, strict=False))
+            best = max(best, next((at for at, (a, b) in pairs if a != b), min(len(earlier), len(alike))))
+        self.server.prefixes.append(alike)
+        best = min(best, len(prompt) - 1) // 256 * 256
+        if self.server.has("places-cached"):
+            return best
+        # A hit ends before the first block that it would cut.
+        return next((start for start in starts if start < best < start + 130), best)
 
     def _slip(self, place: int, body: dict[str, Any], crowded: bool) -> int:
         """Return how far a token is off: by one to the runner-up, by more to an improbable one."""
@@ -461,29 +564,3 @@ def _chat_logprob(piece: str) -> dict[str, Any]:
 def _top(token: int, number: int) -> list[list[Any]]:
     gap = TIE if number == 9 else GAP
     return [[-0.5, token, None], [-0.5 - gap, token + 1, None], [-0.5 - 2 * GAP, token + 2, None]]
-
-
-def _from_responses(body: dict[str, Any]) -> list[tuple[str, str]]:
-    if isinstance(body["input"], str):
-        return [("user", body["input"])]
-    turns = []
-    for item in body["input"]:
-        if item.get("type") == "function_call_output":
-            turns.append(("tool", item["output"]))
-        elif item.get("type") == "function_call":
-            turns.append(("assistant", item["arguments"]))
-        else:
-            turns.append((item["role"], item["content"]))
-    return turns
-
-
-def _from_messages(body: dict[str, Any]) -> list[tuple[str, str]]:
-    turns = []
-    for message in body["messages"]:
-        if isinstance(message["content"], str):
-            turns.append((message["role"], message["content"]))
-            continue
-        for block in message["content"]:
-            role = "tool" if block["type"] == "tool_result" else message["role"]
-            turns.append((role, block.get("content") or block.get("text") or ""))
-    return turns

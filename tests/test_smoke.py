@@ -21,7 +21,7 @@ from tests.fakechat import GAP, KEY, MODEL, TIE, FakeChat, chat_ids, golden
 from tests.test_schemas import require
 
 CHAT = "Say the names of ten rivers of Europe"
-TERMS = Terms(full=True, lengths=(), concurrency=(1,), golden=golden(chat_ids(CHAT), CHAT))
+TERMS = Terms(suite="full", lengths=(), concurrency=(1,), golden=golden(chat_ids(CHAT), CHAT))
 LARGE = {"lengths": (1024,), "concurrency": (1, 4, 8)}
 
 
@@ -183,7 +183,7 @@ def test_required_calls_need_a_grammar(ask: Callable[..., Smoke]) -> None:
 
 
 def test_quick_suite_leaves_the_long_questions_out(ask: Callable[..., Smoke]) -> None:
-    found = ask(full=False, **LARGE)
+    found = ask(suite="quick", **LARGE)
     names = {o.name for o in found.outcomes}
     assert {"chat.tools", "concurrency.4", "tokens.ids", "dspark"} <= names
     assert not names & {"long.1024", "concurrency.8", "chat.turns", "messages.tools", "chat.grammar"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from dsv4convert.errors import Exit, errors_of
 from dsv4convert.files import printable
 
 if TYPE_CHECKING:
-    from dsv4convert.smoke.checks import Outcome
+    from dsv4convert.smoke.checks import Outcome, Suite
     from dsv4convert.smoke.suite import Smoke
 
 _MARKS = {"passed": "ok  ", "failed": "FAIL", "skipped": "skip", "not run": "-   "}
@@ -66,10 +67,11 @@ def bypass_proxy(url: str) -> None:
 )
 @click.option(
     "--suite",
-    type=click.Choice(["quick", "full"]),
+    type=click.Choice(["quick", "full", "vision"]),
     default="quick",
     show_default=True,
-    help="`full` adds turns, functions in all protocols, grammars, long prompts and 8 requests at once.",
+    help="`full` adds turns, functions in all protocols, grammars, long prompts and 8 requests at once; "
+    "`vision` asks about pictures instead.",
 )
 @click.option(
     "--tool-choice",
@@ -116,7 +118,7 @@ def smoke(
     url: str,
     api_key_file: Path | None,
     golden: Path | None,
-    suite: str,
+    suite: Suite,
     timeout: float,
     strict: bool,
     **terms: Any,
@@ -127,13 +129,13 @@ def smoke(
     `pip install 'dsv4convert[smoke]'`.
     """
     from dsv4convert.smoke.checks import Scene, Terms
-    from dsv4convert.smoke.server import open_server, require_libraries
+    from dsv4convert.smoke.server import LIBRARIES, PICTURE_LIBRARY, open_server, require_libraries
     from dsv4convert.smoke.suite import run_suite
 
-    require_libraries()
+    require_libraries((*LIBRARIES, PICTURE_LIBRARY) if suite == "vision" else ())
     bypass_proxy(url)
     chosen = Terms(
-        full=suite == "full",
+        suite=suite,
         choice=terms["tool_choice"],
         lengths=terms["lengths"] or Terms().lengths,
         tie=Terms().tie if terms["tie"] is None else terms["tie"],
@@ -141,6 +143,7 @@ def smoke(
         accept_length=terms["min_accept_length"],
         accept_rate=terms["min_accept_rate"],
         golden=_golden(golden),
+        number=secrets.randbelow(1 << 24),
     )
     key = read_key_file(api_key_file)
     with open_server(url, key, timeout) as server, Scene.of(server, chosen) as scene:

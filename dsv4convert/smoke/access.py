@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from dsv4convert.errors import Finding, finding
-from dsv4convert.smoke.checks import Check, Result, Scene
+from dsv4convert.smoke.checks import EVERY, Check, Result, Scene
 from dsv4convert.smoke.server import Server
 
 #: Characters of a key that must not appear anywhere: 48 bits of a key that `keygen` makes.
@@ -29,6 +29,7 @@ def checks(scene: Scene) -> Iterator[Check]:
         "models",
         "the official client lists the model by a name that it can be asked by",
         lambda: _models(scene),
+        EVERY,
     )
     no_key = "every endpoint answers 401 to a request without a key"
     yield Check("access.none", no_key, lambda: _closed(scene.server, ("",)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,6 +26,34 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture as a request holds it.
+
+    Attributes:
+        name: What it shows, for reports.
+        width, height: Pixels.
+        data: The file.
+        media: Its media type.
+    """
+
+    name: str
+    width: int
+    height: int
+    data: bytes
+    media: str = "image/png"
+
+    @property
+    def base64(self) -> str:
+        """The file as base64."""
+        return base64.b64encode(self.data).decode()
+
+    @property
+    def url(self) -> str:
+        """The file as a ``data:`` address."""
+        return f"data:{self.media};base64,{self.base64}"
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a conversation.
 
@@ -33,12 +62,21 @@ class Turn:
         text: What is said.
         calls: What an assistant calls.
         call_id: Which call this is the result of.
+        parts: What is said and shown, in order, in place of `text`.
+        reasoning: What an assistant thought before it spoke.
     """
 
-    role: Literal["user", "assistant", "tool"]
+    role: Literal["system", "user", "assistant", "tool"]
     text: str = ""
     calls: tuple[Call, ...] = ()
     call_id: str = ""
+    parts: tuple[str | Picture, ...] = ()
+    reasoning: str = ""
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """What is shown."""
+        return tuple(part for part in self.parts if isinstance(part, Picture))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,12 @@ ACCEPT_LENGTH: Final = 1.5
 ACCEPT_RATE: Final = 0.1
 
 State = Literal["passed", "failed", "skipped", "not run"]
+Suite = Literal["quick", "full", "vision"]
+#: Suites that hold a check: what takes seconds, what takes longer, and what needs pictures.
+QUICK: Final[tuple[Suite, ...]] = ("quick", "full")
+FULL: Final[tuple[Suite, ...]] = ("full",)
+VISION: Final[tuple[Suite, ...]] = ("vision",)
+EVERY: Final[tuple[Suite, ...]] = (*QUICK, *VISION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class Terms:
     """What is asked, and what is still right.
 
     Attributes:
-        full: Ask everything; otherwise what takes seconds.
+        suite: Which checks: ``quick``, ``full``, or ``vision``.
         choice: ``tool_choice`` of the tool loop: ``auto`` or ``required``.
         lengths: Lengths of long prompts in tokens.
         concurrency: Numbers of requests at once.
@@ -34,9 +40,11 @@ class Terms:
         accept_length: Tokens per step that a draft must bring; None for the default where it can be judged.
         accept_rate: Share of guesses that must be right; None as above.
         golden: Content of a golden file.
+        pictures: Numbers of pictures in one request.
+        number: Changes from run to run, so that no cache holds what stands for "new" in a check.
     """
 
-    full: bool = False
+    suite: Suite = "quick"
     choice: str = "auto"
     lengths: tuple[int, ...] = (8192, 32768)
     concurrency: tuple[int, ...] = (1, 4, 8)
@@ -45,6 +53,8 @@ class Terms:
     accept_length: float | None = None
     accept_rate: float | None = None
     golden: Mapping[str, Any] | None = None
+    pictures: tuple[int, ...] = (1, 2, 8, 48, 96)
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +74,13 @@ class Check:
         name: Stable name, such as ``chat.stream``.
         asserts: What holds when it passes, as a sentence.
         run: Asks it; may raise `Trouble`.
-        in_quick: Whether the suite ``quick`` holds it.
+        suites: Suites that hold it.
     """
 
     name: str
     asserts: str
     run: Callable[[], Result]
-    in_quick: bool = True
+    suites: tuple[Suite, ...] = QUICK
 
 
 @dataclass(frozen=True, slots=True)

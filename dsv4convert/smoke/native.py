@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsv4convert.smoke.answers import count_at, pick, rows_at, text_at
+from dsv4convert.smoke.answers import Picture, count_at, pick, rows_at, text_at
 from dsv4convert.smoke.server import Server, Trouble
 
 #: Tokens beside the winner whose probability is asked for.
@@ -33,7 +33,14 @@ class Generated:
     gaps: tuple[Mapping[int, float], ...] = ()
 
 
-def generate(server: Server, prompt: str | Sequence[int], tokens: int, *, gaps: bool = False) -> Generated:
+def generate(
+    server: Server,
+    prompt: str | Sequence[int],
+    tokens: int,
+    *,
+    gaps: bool = False,
+    pictures: Sequence[Picture] = (),
+) -> Generated:
     """Generate exactly `tokens` tokens at temperature 0, past the end of an answer.
 
     Args:
@@ -41,13 +48,16 @@ def generate(server: Server, prompt: str | Sequence[int], tokens: int, *, gaps: 
         prompt: Text, or token ids.
         tokens: How many tokens.
         gaps: Ask for probabilities, which SGLang refuses under DSpark.
+        pictures: One for every placeholder in the prompt.
 
     Raises:
         Trouble: there is no usable answer, or not that many tokens.
     """
     asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-    more = {"return_logprob": True, "top_logprobs_num": TOP} if gaps else {}
+    more: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": TOP} if gaps else {}
+    if pictures:
+        more["image_data"] = [picture.url for picture in pictures]
     page = server.post("/generate", {**asked, "sampling_params": sampling, **more})
     if page.status != 200:
         text = server.clean(f"`/generate`: status {page.status}: {page.text[:200]}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from dsv4convert.smoke.answers import Answer, Call, Finish, Tool, Turn, count_at, pick, rows_at, text_at
+from dsv4convert.smoke.bodies import chat_body, greedy, messages_body, responses_body
 from dsv4convert.smoke.native import TOP
 from dsv4convert.smoke.server import Server, Trouble
 from dsv4convert.smoke.ties import Step
@@ -98,9 +99,7 @@ class Chat(_OpenAI):
         **extra: Any,
     ) -> Answer:
         """Ask once; `extra` goes into the request as it is."""
-        body = self.body(turns, tokens) | extra
-        if tools:
-            body |= {"tools": [_chat_tool(tool) for tool in tools], "tool_choice": choice}
+        body = chat_body(self._server.model, turns, tokens, tools, choice) | extra
         with self._server.troubles(self._server.seconds):
             plain = _plain(self._client.chat.completions.create(**body))
         choices = pick(plain, "choices", 0)
@@ -118,7 +117,9 @@ class Chat(_OpenAI):
         usage: Any = None
         options = {"stream": True, "stream_options": {"include_usage": True}}
         with self._server.troubles(self._server.seconds):
-            for event in _events(self._client.chat.completions.create(**self.body(turns, tokens), **options)):
+            for event in _events(
+                self._client.chat.completions.create(**self._body(turns, tokens), **options)
+            ):
                 text += _said(pick(event, "choices", 0, "delta"))
                 finish = text_at(event, "choices", 0, "finish_reason") or finish
                 usage = pick(event, "usage") or usage
@@ -141,33 +142,16 @@ class Chat(_OpenAI):
             return ()
         more = {"logprobs": True, "top_logprobs": TOP}
         with self._server.troubles(self._server.seconds):
-            plain = _plain(self._client.chat.completions.create(**self.body(turns, tokens), **more))
+            plain = _plain(self._client.chat.completions.create(**self._body(turns, tokens), **more))
         return tuple(map(_step, rows_at(plain, "choices", 0, "logprobs", "content")))
 
     def done(self, turns: Sequence[Turn], tokens: int) -> bool:
         """Tell whether a stream ends with the line that ends it; the client does not show it."""
-        lines = self._server.lines("/v1/chat/completions", self.body(turns, tokens) | {"stream": True})
+        lines = self._server.lines("/v1/chat/completions", self._body(turns, tokens) | {"stream": True})
         return lines[-1:] == ["[DONE]"]
 
-    def body(self, turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
-        """Return a request."""
-        messages = [_chat_message(turn) for turn in turns]
-        return {"model": self._server.model, "messages": messages, "max_tokens": tokens, "temperature": 0}
-
-
-def _chat_tool(tool: Tool) -> dict[str, Any]:
-    described = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
-    return {"type": "function", "function": described}
-
-
-def _chat_message(turn: Turn) -> dict[str, Any]:
-    if turn.role == "tool":
-        return {"role": "tool", "tool_call_id": turn.call_id, "content": turn.text}
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in turn.calls
-    ]
-    return {"role": turn.role, "content": turn.text, **({"tool_calls": calls} if calls else {})}
+    def _body(self, turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
+        return chat_body(self._server.model, turns, tokens)
 
 
 def _chat_call(row: Any) -> Call:
@@ -202,26 +186,16 @@ class Responses(_OpenAI):
         self, turns: Sequence[Turn], tokens: int, *, tools: Sequence[Tool] = (), choice: str = "auto"
     ) -> Answer:
         """Ask once."""
-        body = self._body(turns, tokens)
-        if tools:
-            flat = [
-                {
-                    "type": "function",
-                    "name": t.name,
-                    "description": t.description,
-                    "parameters": dict(t.parameters),
-                }
-                for t in tools
-            ]
-            body |= {"tools": flat, "tool_choice": choice}
+        body = responses_body(self._server.model, turns, tokens, tools, choice)
         with self._server.troubles(self._server.seconds):
             return _response(_plain(self._client.responses.create(**body)))
 
     def stream(self, turns: Sequence[Turn], tokens: int) -> Answer:
         """Ask once, and put the answer together from its events."""
         pieces, ended = "", None
+        body = responses_body(self._server.model, turns, tokens)
         with self._server.troubles(self._server.seconds):
-            for event in _events(self._client.responses.create(**self._body(turns, tokens), stream=True)):
+            for event in _events(self._client.responses.create(**body, stream=True)):
                 kind = text_at(event, "type")
                 if kind in ("response.output_text.delta", "response.reasoning_text.delta"):
                     pieces += text_at(event, "delta")
@@ -232,21 +206,6 @@ class Responses(_OpenAI):
         if ended and whole.text != pieces:
             faults += ("a last event with the text of the pieces",)
         return Answer(pieces, whole.finish, whole.prompt_tokens, whole.completion_tokens, faults=faults)
-
-    def _body(self, turns: Sequence[Turn], tokens: int) -> dict[str, Any]:
-        items = [item for turn in turns for item in _response_items(turn)]
-        model = self._server.model
-        return {"model": model, "input": items, "max_output_tokens": tokens, "temperature": 0, "store": False}
-
-
-def _response_items(turn: Turn) -> list[dict[str, Any]]:
-    if turn.role == "tool":
-        return [{"type": "function_call_output", "call_id": turn.call_id, "output": turn.text}]
-    said = [{"role": turn.role, "content": turn.text}] if turn.text else []
-    return said + [
-        {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
-        for call in turn.calls
-    ]
 
 
 def _response(plain: Mapping[str, Any]) -> Answer:
@@ -296,13 +255,7 @@ class Messages:
         self, turns: Sequence[Turn], tokens: int, *, tools: Sequence[Tool] = (), choice: str = "auto"
     ) -> Answer:
         """Ask once."""
-        body = self._body(turns) | _greedy(tokens)
-        if tools:
-            flat = [
-                {"name": t.name, "description": t.description, "input_schema": dict(t.parameters)}
-                for t in tools
-            ]
-            body |= {"tools": flat, "tool_choice": {"type": "any" if choice == "required" else "auto"}}
+        body = messages_body(self._server.model, turns, tools, choice) | greedy(tokens)
         with self._server.troubles(self._server.seconds):
             plain = _plain(self._client.messages.create(**body))
         parts = rows_at(plain, "content")
@@ -320,7 +273,7 @@ class Messages:
         text, reason, ended = "", "", False
         start: Any = None
         last: Any = None
-        body = self._body(turns) | _greedy(tokens) | {"stream": True}
+        body = messages_body(self._server.model, turns) | greedy(tokens) | {"stream": True}
         with self._server.troubles(self._server.seconds):
             for event in _events(self._client.messages.create(**body)):
                 kind = text_at(event, "type")
@@ -341,34 +294,15 @@ class Messages:
 
     def count(self, turns: Sequence[Turn]) -> int | None:
         """Return the tokens of a prompt as the server counts them without answering; None if it does not."""
+        body = messages_body(self._server.model, turns)
         try:
             with self._server.troubles(self._server.seconds):
-                plain = _plain(self._client.messages.count_tokens(**self._body(turns)))
+                plain = _plain(self._client.messages.count_tokens(**body))
         except Trouble as trouble:
             if trouble.status == 404:
                 return None
             raise
         return count_at(plain, "input_tokens")
-
-    def _body(self, turns: Sequence[Turn]) -> dict[str, Any]:
-        return {"model": self._server.model, "messages": [_message(turn) for turn in turns]}
-
-
-def _greedy(tokens: int) -> dict[str, Any]:
-    # Newer clients have no parameter `temperature`; the protocol of SGLang has the field.
-    return {"max_tokens": tokens, "extra_body": {"temperature": 0}}
-
-
-def _message(turn: Turn) -> dict[str, Any]:
-    if turn.role == "tool":
-        result = {"type": "tool_result", "tool_use_id": turn.call_id, "content": turn.text}
-        return {"role": "user", "content": [result]}
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": turn.text}] if turn.text else []
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-        for call in turn.calls
-    ]
-    return {"role": turn.role, "content": blocks if turn.calls else turn.text}
 
 
 def _input_tokens(usage: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dsv4convert.errors import Finding, finding
 from dsv4convert.smoke.answers import Answer, Turn
-from dsv4convert.smoke.checks import Check, Result, Scene
+from dsv4convert.smoke.checks import FULL, QUICK, Check, Result, Scene
 from dsv4convert.smoke.native import Generated, generate
 from dsv4convert.smoke.server import Trouble
 from dsv4convert.smoke.ties import agree
@@ -56,14 +56,19 @@ def checks(scene: Scene) -> Iterator[Check]:
     """Yield the checks of size."""
     for length in scene.terms.lengths:
         asserts = f"a prompt of {length:,} tokens is counted right, and a number that stands in it is found"
-        yield Check(f"long.{length}", asserts, partial(_long, scene, length), in_quick=False)
+        yield Check(f"long.{length}", asserts, partial(_long, scene, length), suites=FULL)
     load = _Load(scene)
     for number in scene.terms.concurrency:
         at_once = (
             f"{number} requests at once" if number > 1 else "the same requests again, one after the other,"
         )
         asserts = f"{at_once} all succeed and answer as alone, but for ties within {scene.terms.tie:g} nats"
-        yield Check(f"concurrency.{number}", asserts, partial(load.check, number), in_quick=number <= 4)
+        yield Check(
+            f"concurrency.{number}",
+            asserts,
+            partial(load.check, number),
+            suites=QUICK if number <= 4 else FULL,
+        )
 
 
 def _line(number: int) -> str:

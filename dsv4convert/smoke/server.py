@@ -17,21 +17,23 @@ from urllib.parse import urlsplit
 from dsv4convert.errors import EnvironmentFault, Finding, finding
 from dsv4convert.files import printable
 
-#: Distributions of the extra `[smoke]`.
+#: Modules of the extra `[smoke]`, and what pictures need besides.
 LIBRARIES: Final = ("openai", "anthropic", "httpx")
+PICTURE_LIBRARY: Final = "PIL"
 #: Seconds that a healthy server may take to say so: SGLang generates a token for it, and answers within 20.
 _HEALTH_SECONDS: Final = 40.0
 #: Bytes of a page that are kept: no page of SGLang comes near.
 _LONGEST_PAGE: Final = 64 << 20
 
-Kind = Literal["timeout", "connection", "status", "protocol"]
+Kind = Literal["timeout", "connection", "status", "protocol", "pictures"]
 
 
 class Trouble(Exception):
     """A request that brought no usable answer.
 
     Attributes:
-        kind: Why: no answer in time, no connection, an error status, or an answer that breaks the protocol.
+        kind: Why: no answer in time, no connection, an error status, an answer that breaks the protocol, or a
+            prompt that lost pictures or has too many.
         status: HTTP status, 0 without one.
     """
 

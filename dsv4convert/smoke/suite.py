@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dsv4convert.errors import Finding, errors_of, finding
-from dsv4convert.smoke import access, scale, talk, tokens
+from dsv4convert.smoke import access, scale, talk, tokens, vision
 from dsv4convert.smoke.checks import Check, Outcome, Result, Scene
 from dsv4convert.smoke.server import Server, Trouble
 
+_TROUBLES: Final = {"timeout": "smoke.timeout", "pictures": "smoke.picture-count"}
+_OTHER_SUITES: Final = {
+    "text": "pictures: `--suite vision`",
+    "vision": "access, and what needs no picture: `--suite full`",
+}
 #: What no check here can see.
 NOT_CHECKED: Final = (
     "quality of answers beyond these questions",
     "sampling at other temperatures",
-    "images, stored Responses, and functions in streams",
+    "stored Responses, and functions in streams",
     "speed: `dsv4convert bench-serve` measures it",
 )
 
@@ -28,7 +33,7 @@ class Smoke:
 
     Attributes:
         server: Who was asked.
-        suite: ``quick`` or ``full``.
+        suite: ``quick``, ``full`` or ``vision``.
         outcomes: Every check, in order.
         lost: Why no more was asked, if the server stopped answering.
     """
@@ -40,8 +45,8 @@ class Smoke:
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """What no suite looks at."""
-        return NOT_CHECKED
+        """What no suite looks at, and what this one leaves to another."""
+        return (_OTHER_SUITES["vision" if self.suite == "vision" else "text"], *NOT_CHECKED)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -75,7 +80,7 @@ class Smoke:
             "errors": errors,
             "warnings": len(self.findings) - errors,
             "checks": [outcome.as_dict() for outcome in self.outcomes],
-            "not_checked": list(NOT_CHECKED),
+            "not_checked": list(self.not_checked),
             "findings": [f.as_dict() for f in self.findings],
         }
 
@@ -87,7 +92,6 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
         scene: Who is asked, and what.
         on_outcome: Called after every check.
     """
-    suite = "full" if scene.terms.full else "quick"
     outcomes: list[Outcome] = []
     lost = None
     for check in _checks(scene):
@@ -97,12 +101,12 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
             outcome, lost = _run(scene.server, check)
         outcomes.append(outcome)
         on_outcome(outcome)
-    return Smoke(scene.server, suite, tuple(outcomes), lost)
+    return Smoke(scene.server, scene.terms.suite, tuple(outcomes), lost)
 
 
 def _checks(scene: Scene) -> Iterator[Check]:
-    for part in (access, talk, tokens, scale):
-        yield from (check for check in part.checks(scene) if scene.terms.full or check.in_quick)
+    for part in (access, talk, vision, tokens, scale):
+        yield from (check for check in part.checks(scene) if scene.terms.suite in check.suites)
 
 
 def _run(server: Server, check: Check) -> tuple[Outcome, Finding | None]:
@@ -111,7 +115,7 @@ def _run(server: Server, check: Check) -> tuple[Outcome, Finding | None]:
     try:
         result, trouble = check.run(), None
     except Trouble as caught:
-        code = "smoke.timeout" if caught.kind == "timeout" else "smoke.answer"
+        code = _TROUBLES.get(caught.kind, "smoke.answer")
         result, trouble = Result((finding(code, check.name, f"{caught}"),)), caught
     outcome = Outcome.of(check, result, time.monotonic() - started)
     lost = None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from dsv4convert.errors import Finding, finding
 from dsv4convert.smoke.answers import Answer, Call, Tool, Turn
-from dsv4convert.smoke.checks import Check, Result, Scene
+from dsv4convert.smoke.checks import FULL, QUICK, Check, Result, Scene
 from dsv4convert.smoke.protocols import Speaker
 from dsv4convert.smoke.server import Trouble
-from dsv4convert.smoke.ties import agree, compare
+from dsv4convert.smoke.ties import Verdict, agree, compare
 
-#: Tokens of an answer that is compared, and of one that must hold a word or a call.
-_COMPARED, _SAID, _COUNTED = 32, 256, 8
+#: Tokens of an answer that is compared.
+COMPARED: Final = 32
+#: Tokens of an answer that must hold a word or a call, and of one whose tokens are counted.
+_SAID, _COUNTED = 256, 8
 
 _QUESTION: Final = (Turn("user", "Name three rivers of Europe, one on a line, and nothing else."),)
 _NUMBER: Final = "4711"
@@ -62,11 +64,11 @@ def checks(scene: Scene) -> Iterator[Check]:
     )
     yield Check("usage", counts, partial(_usage, scene))
     schema = "an answer under a JSON schema fits it"
-    yield Check("chat.grammar", schema, partial(_grammar, scene), in_quick=False)
+    yield Check("chat.grammar", schema, partial(_grammar, scene), suites=FULL)
     named = "of two functions the one that `tool_choice` names is called"
-    yield Check("chat.named-tool", named, partial(_named, scene), in_quick=False)
+    yield Check("chat.named-tool", named, partial(_named, scene), suites=FULL)
     why = "Responses of SGLang 0.5.16 takes `auto`, `required` and `none` as `tool_choice`, and no name"
-    yield Check("responses.named-tool", named, lambda: Result(skipped=why), in_quick=False)
+    yield Check("responses.named-tool", named, lambda: Result(skipped=why), suites=FULL)
 
 
 def _of_protocol(scene: Scene, speaker: Speaker) -> Iterator[Check]:
@@ -78,15 +80,21 @@ def _of_protocol(scene: Scene, speaker: Speaker) -> Iterator[Check]:
     )
     whole = "a stream has its end" + (", its `[DONE]`" if name == "chat" else "")
     equal = "and its usage counts, and at temperature 0 it says what the same request says without a stream"
-    yield Check(f"{name}.stream", f"{whole} {equal}", partial(_stream, scene, speaker))
+    yield Check(
+        f"{name}.stream",
+        f"{whole} {equal}",
+        partial(stream_result, scene, speaker, _QUESTION, f"{name}.stream"),
+    )
     recall = "what was said two turns ago is known, and earlier turns are counted"
-    yield Check(f"{name}.turns", recall, partial(_turns, scene, speaker), in_quick=False)
+    yield Check(f"{name}.turns", recall, partial(_turns, scene, speaker), suites=FULL)
     loop = "a function is called with legal arguments, and the answer uses what it returned"
-    yield Check(f"{name}.tools", loop, partial(_tools, scene, speaker), in_quick=name == "chat")
+    yield Check(
+        f"{name}.tools", loop, partial(_tools, scene, speaker), suites=QUICK if name == "chat" else FULL
+    )
 
 
 def _answer(speaker: Speaker) -> Result:
-    answer = speaker.ask(_QUESTION, _COMPARED)
+    answer = speaker.ask(_QUESTION, COMPARED)
     lacking = [
         what
         for what, there in (
@@ -102,39 +110,42 @@ def _answer(speaker: Speaker) -> Result:
     return Result(tuple(finding("smoke.answer", where, problem, expected=what) for what in lacking), facts)
 
 
-def _stream(scene: Scene, speaker: Speaker) -> Result:
-    where = f"{speaker.name}.stream"
-    streamed, whole = speaker.stream(_QUESTION, _COMPARED), speaker.ask(_QUESTION, _COMPARED)
+def stream_result(scene: Scene, speaker: Speaker, turns: Sequence[Turn], where: str) -> Result:
+    """Judge a stream: that it is whole, and that it says what the same request says without a stream."""
+    streamed, whole = speaker.stream(turns, COMPARED), speaker.ask(turns, COMPARED)
     faults = streamed.faults
-    if speaker is scene.chat and not scene.chat.done(_QUESTION, _COUNTED):
+    if speaker is scene.chat and not scene.chat.done(turns, _COUNTED):
         faults += ("`data: [DONE]`",)
     problem = "the stream lacks what the protocol promises"
     findings = [finding("smoke.stream", where, problem, expected=part) for part in faults]
     if faults:
         return Result(tuple(findings))
-    equal = streamed.text == whole.text
-    trace = () if equal else scene.chat.trace(_QUESTION, _COMPARED)
-    verdict = compare(streamed.text, whole.text, trace, scene.terms.tie)
-    findings += _judged(where, verdict, streamed, whole)
-    if equal and whole.finish and streamed.finish != whole.finish:
+    problem = "the stream says something else than the same request without a stream"
+    verdict, differences = same(scene, where, turns, streamed, whole, problem)
+    findings += differences
+    if streamed.text == whole.text and whole.finish and streamed.finish != whole.finish:
         problem = "the stream says the same and ends for another reason"
         expected, found = whole.finish, streamed.finish
         findings.append(finding("smoke.stream", where, problem, expected=expected, found=found))
     return Result(tuple(findings), {"compared": verdict, "characters": len(whole.text)})
 
 
-def _judged(where: str, verdict: str, streamed: Answer, whole: Answer) -> Iterator[Finding]:
+def same(
+    scene: Scene, where: str, turns: Sequence[Turn], answer: Answer, expected: Answer, problem: str
+) -> tuple[Verdict, list[Finding]]:
+    """Compare two answers to the same question, of at most `COMPARED` tokens; report all but ties."""
+    equal = answer.text == expected.text
+    trace = () if equal else scene.chat.trace(turns, COMPARED)
+    verdict = compare(answer.text, expected.text, trace, scene.terms.tie)
     if verdict in ("equal", "tie"):
-        return
-    at = agree(streamed.text, whole.text)
-    code, problem = "smoke.differs", "the stream says something else than the same request without a stream"
+        return verdict, []
+    at, code = agree(answer.text, expected.text), "smoke.differs"
     if verdict == "unknown":
-        code, problem = (
-            "smoke.unjudged",
-            f"{problem}; the server gives no probabilities that could show a tie",
-        )
-    shown = [repr(text[max(0, at - 10) : at + 20]) for text in (whole.text, streamed.text)]
-    yield finding(code, where, f"{problem}, from character {at:,} on", expected=shown[0], found=shown[1])
+        code = "smoke.unjudged"
+        problem = f"{problem}; the server gives no probabilities that could show a tie"
+    shown = [repr(text[max(0, at - 10) : at + 20]) for text in (expected.text, answer.text)]
+    problem = f"{problem}, from character {at:,} on"
+    return verdict, [finding(code, where, problem, expected=shown[0], found=shown[1])]
 
 
 def _turns(scene: Scene, speaker: Speaker) -> Result:

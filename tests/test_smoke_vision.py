@@ -1,0 +1,239 @@
+"""The suite about pictures against a server whose faults are switches: each is caught by its checks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dsv4convert.smoke import pictures
+from dsv4convert.smoke.checks import Scene, Terms
+from dsv4convert.smoke.server import open_server
+from dsv4convert.smoke.suite import Smoke, run_suite
+from tests.conftest import Ran
+from tests.fakechat import KEY, FakeChat
+from tests.fakevision import teach
+from tests.test_schemas import require
+
+TERMS = Terms(suite="vision", pictures=(2, 8))
+#: Most pictures in a request, of most tests; `dsv4convert serve` takes 96.
+LIMIT = 12
+NUMBERS = count(1)
+PROTOCOLS = ("chat", "responses", "messages")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeChat]:
+    for number in ("4711", "58213"):
+        teach(number, pictures.written(number).url)
+    with FakeChat() as running:
+        running.context = 32768
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ask(server: FakeChat) -> Iterator[Callable[..., Smoke]]:
+    """Return ``ask(*faults, draft=..., **terms)``, which runs the suite; clients are made once."""
+
+    def run(*faults: str, draft: bool = False, limit: int = LIMIT, **terms: Any) -> Smoke:
+        server.faults, server.draft, server.refused = set(faults), draft, False
+        server.aligned.clear()
+        server.limit = limit
+        told = None if "limit-untold" in faults else {"image": limit}
+        draft_name = "DSPARK" if draft else None
+        reached.info = {"speculative_algorithm": draft_name, "limit_mm_data_per_request": told}
+        try:
+            return run_suite(replace(scene, terms=replace(TERMS, number=next(NUMBERS), **terms)))
+        finally:
+            server.faults, server.draft, server.is_dead = set(), False, False
+
+    with open_server(server.url, KEY, 20.0) as reached, Scene.of(reached, TERMS) as scene:
+        assert reached.info["limit_mm_data_per_request"] == {"image": 96}
+        yield run
+
+
+def failed(found: Smoke) -> dict[str, set[str]]:
+    """Return what failed: check -> codes."""
+    return {o.name: {f.code for f in o.findings} for o in found.outcomes if o.findings}
+
+
+def test_right_server_passes(ask: Callable[..., Smoke]) -> None:
+    found = ask(limit=96, pictures=(1, 2, 8, 48, 96))
+    assert failed(found) == {}
+    states = {o.name: o.state for o in found.outcomes}
+    assert set(states.values()) == {"passed"} and found.ok(strict=True)
+    facts = {o.name: o.facts for o in found.outcomes}
+    assert facts["vision.colour"]["plain red"] == "Red."
+    assert facts["vision.swap"]["nats_between_repetitions"] == 0.0 and facts["vision.limit"] == {"limit": 96}
+    require("smoke", found.as_dict())
+
+
+def test_right_server_with_a_draft_passes(ask: Callable[..., Smoke]) -> None:
+    assert failed(ask(draft=True)) == {}
+
+
+#: Fault -> checks that must see it, with the code of each.
+FAULTS: dict[str, dict[str, str]] = {
+    "chat-loses-picture": {"vision.chat": "smoke.picture-count"},
+    "responses-loses-picture": {"vision.responses": "smoke.picture-count"},
+    "messages-loses-picture": {"vision.messages": "smoke.picture-count"},
+    "moves-picture": {f"vision.{name}": "smoke.picture-place" for name in PROTOCOLS},
+    "picture-stream-differs": {"vision.chat-stream": "smoke.differs"},
+    "stream-counts-places": {"vision.responses-stream": "smoke.picture-count"},
+    "no-message-stop": {"vision.messages-stream": "smoke.stream"},
+    "forgets-first-colour": {f"vision.{name}-turns": "smoke.picture-unread" for name in PROTOCOLS},
+    "messages-moves-tool-picture": {"vision.messages-tools": "smoke.picture-count"},
+    "door-unseen": {f"vision.{name}-tools": "smoke.picture-unread" for name in ("chat", "messages")},
+    "skewed-blocks": {"vision.8": "smoke.picture-count"},
+    "many-fail": {"vision.48": "smoke.answer"},
+    "limit-ignored": {"vision.limit": "smoke.refusal"},
+    "limit-fails": {"vision.limit": "smoke.refusal"},
+    "limit-uncounted": {"vision.limit": "smoke.refusal"},
+    "surplus-dropped": {"vision.surplus": "smoke.refusal"},
+    "missing-fails": {"vision.missing": "smoke.refusal"},
+    "undecodable-fails": {"vision.undecodable": "smoke.refusal"},
+    "undecodable-shown": {"vision.undecodable": "smoke.refusal"},
+    "system-pictures": {"vision.roles": "smoke.refusal"},
+    "assistant-pictures": {"vision.roles": "smoke.refusal"},
+    "messages-literal-fails": {"vision.messages-literal": "smoke.placeholder"},
+    "responses-literal-counts": {"vision.responses-literal": "smoke.placeholder"},
+    "messages-literal-kills-turns": {"vision.messages-literal": "smoke.placeholder"},
+    "responses-opens-tags": {"vision.responses-tags": "smoke.placeholder"},
+    "unsalted": {"vision.alignment": "smoke.answer"},
+    "tires": {"vision.alignment": "smoke.differs"},
+    "places-cached": {"vision.swap": "smoke.picture-mixed"},
+    "other-prefix": {"vision.swap": "smoke.picture-mixed"},
+    "blind": {"vision.swap": "smoke.picture-mixed"},
+    "colour-blind": {"vision.colour": "smoke.picture-unread"},
+    "disorders": {"vision.order": "smoke.picture-unread"},
+    "shape-blind": {"vision.shape": "smoke.picture-unread"},
+    "cannot-read": {"vision.reading": "smoke.picture-unread"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught_by_its_checks(fault: str, ask: Callable[..., Smoke]) -> None:
+    found = ask(fault, **({"pictures": (8, 48), "limit": 96} if fault == "many-fail" else {}))
+    assert failed(found) == {name: {code} for name, code in FAULTS[fault].items()} and not found.ok()
+
+
+def test_literal_that_chat_refuses_fails_everywhere(ask: Callable[..., Smoke]) -> None:
+    """The other protocols are held against Chat's encoding, and they share it."""
+    found = failed(ask("chat-literal-fails"))
+    assert found == {f"vision.{name}-literal": {"smoke.placeholder"} for name in PROTOCOLS}
+
+
+@pytest.mark.parametrize("protocol", ["responses", "messages"])
+def test_pictures_of_earlier_turns_that_are_lost_are_missed(protocol: str, ask: Callable[..., Smoke]) -> None:
+    check, fault = f"vision.{protocol}-turns", f"{protocol}-forgets-pictures"
+    assert failed(ask(fault)) == {check: {"smoke.picture-count", "smoke.picture-unread"}}
+    assert failed(ask(fault, random_weights=True)) == {check: {"smoke.picture-count"}}
+
+
+def test_server_that_limps_after_a_refusal_is_caught_after_each(ask: Callable[..., Smoke]) -> None:
+    found = ask("limps")
+    names = ("limit", "surplus", "missing", "undecodable", "roles")
+    assert failed(found) == {f"vision.{name}": {"smoke.answer"} for name in names}
+
+
+def test_tool_result_may_be_refused_or_kept_by_responses_and_not_lost(ask: Callable[..., Smoke]) -> None:
+    found = ask()
+    facts = {o.name: o.facts for o in found.outcomes}
+    assert "string" in facts["vision.responses-tools"]["refused"]
+    assert failed(ask("responses-tool-pictures")) == {}
+    found = ask("responses-tool-pictures", "responses-moves-tool-picture")
+    assert failed(found) == {"vision.responses-tools": {"smoke.picture-count"}}
+
+
+def test_random_weights_are_counted_and_not_judged(ask: Callable[..., Smoke]) -> None:
+    blind = ("colour-blind", "disorders", "shape-blind", "cannot-read", "door-unseen", "forgets-first-colour")
+    found = ask(*blind, random_weights=True)
+    assert failed(found) == {}
+    reasons = {o.name: o.reason for o in found.outcomes if o.state == "skipped"}
+    names = {f"vision.{name}" for name in ("colour", "order", "shape", "reading")}
+    assert names == reasons.keys() and all("--random-weights" in reason for reason in reasons.values())
+    # What a picture changes is seen without training.
+    assert failed(ask("blind", random_weights=True)) == {"vision.swap": {"smoke.picture-mixed"}}
+
+
+def test_swap_cannot_be_judged_without_probabilities(ask: Callable[..., Smoke]) -> None:
+    found = ask("blind", random_weights=True, draft=True)
+    facts = next(o.facts for o in found.outcomes if o.name == "vision.swap")
+    assert failed(found) == {} and facts["judged"] is False
+
+
+def test_what_the_server_cannot_take_is_skipped_with_the_reason(
+    server: FakeChat, ask: Callable[..., Smoke]
+) -> None:
+    found = ask("limit-untold", pictures=(97,))
+    reasons = {o.name: o.reason for o in found.outcomes if o.state == "skipped"}
+    assert "limit_mm_data_per_request" in reasons["vision.limit"]
+    reasons = {o.name: o.reason for o in ask(pictures=(13,)).outcomes if o.state == "skipped"}
+    assert reasons["vision.13"] == "the server takes 12 pictures in a request"
+
+
+def test_other_suites_show_no_pictures(ask: Callable[..., Smoke]) -> None:
+    found = ask(suite="quick", concurrency=(1,))
+    assert failed(found) == {} and not [o for o in found.outcomes if o.name.startswith("vision")]
+    assert found.not_checked[0] == "pictures: `--suite vision`"
+
+
+def test_server_that_drops_every_picture_fails(ask: Callable[..., Smoke]) -> None:
+    """SGLang without a vision class flattens messages to their texts and answers with status 200."""
+    found = failed(ask("text-only", random_weights=True))
+    assert found.keys() >= {f"vision.{name}" for name in ("chat", "messages-turns", "8", "alignment", "swap")}
+    # Whether it is refused is asked before what is encoded.
+    assert found.pop("vision.roles") == {"smoke.refusal", "smoke.picture-count"}
+    assert all("smoke.picture-count" in codes or "smoke.placeholder" in codes for codes in found.values())
+
+
+def test_command(cli: Callable[..., Ran], server: FakeChat, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(mode=0o600)
+    key.write_text(KEY)
+    server.limit = LIMIT
+    ran = cli("smoke", server.url, "--api-key-file", key, "--suite", "vision", "-q")
+    assert ran.exit_code == 0, ran.err
+    assert "  skip  vision.48" in ran.out and "the server takes 12 pictures" in ran.out
+    assert ran.out.splitlines()[-1].endswith("2 skipped; 0 errors, 0 warnings")
+
+
+# ---- pictures
+
+
+def test_pictures_are_the_same_every_time() -> None:
+    pictures.plain.cache_clear()
+    one = pictures.plain("red", 96, 48)
+    pictures.plain.cache_clear()
+    assert pictures.plain("red", 96, 48) == one
+    image = Image.open(BytesIO(one.data))
+    assert image.size == (one.width, one.height) == (96, 48)
+    assert image.getcolors() == [(96 * 48, (220, 20, 20))]
+
+
+def test_marked_pictures_differ_in_their_dots_alone() -> None:
+    one, two = (Image.open(BytesIO(pictures.marked("red", n).data)) for n in (5, 6))
+    white = [
+        {(x, y) for x in range(64) for y in range(64) if i.getpixel((x, y)) == (255,) * 3} for i in (one, two)
+    ]
+    # Bits 0 and 2 of five, bits 1 and 2 of six; dots stand two pixels apart.
+    assert white == [{(0, 0), (4, 0)}, {(2, 0), (4, 0)}]
+
+
+def test_many_pictures_have_every_size_and_colour() -> None:
+    found = pictures.many(24)
+    assert {(p.width, p.height) for p in found} == set(pictures.SIZES)
+    assert {p.name for p in found} == {f"plain {colour}" for colour in pictures.COLOURS}
+
+
+@pytest.mark.parametrize("picture", pictures.damaged(), ids=lambda picture: picture.name)
+def test_damaged_files_are_none(picture: Any) -> None:
+    with pytest.raises((OSError, SyntaxError)):
+        Image.open(BytesIO(picture.data)).convert("RGB")
