@@ -42,7 +42,6 @@ _LEFT_OUT = (
     "jedi/third_party/*",
     "tilelang/3rdparty/composable_kernel/*",
     "tilelang/3rdparty/tvm/src/*",
-    "tilelang/3rdparty/tvm/python/tvm/relax/frontend/*",
 )
 
 

@@ -89,7 +89,7 @@ class Machine:
         work: Packages, checkpoints, caches.
         out: Logs and results.
         gpus: Cards there are.
-        native: Let Triton compile for the card at hand instead of SM80.
+        native: Let Triton and TileLang compile for the card at hand instead of SM80.
         goldens: What `probe` says about the checkpoints.
     """
 
@@ -107,7 +107,9 @@ class Machine:
     def environment(self, part: str) -> dict[str, str]:
         """Return the environment of a `server` or a `client`."""
         cache = self.work / "cache"
-        path = (HOME, self.work / part, *filter(None, [os.environ.get("PYTHONPATH")]))
+        path = [HOME, self.work / part, *filter(None, [os.environ.get("PYTHONPATH")])]
+        if part == "server" and not self.native:
+            path.insert(0, HOME / "scripts" / "as_sm80")
         mine = {
             "PYTHONPATH": os.pathsep.join(map(os.fspath, path)),
             "HF_HUB_OFFLINE": "1",
@@ -117,8 +119,6 @@ class Machine:
         }
         if (self.work / "server" / "flashinfer").is_dir():
             mine["SGLANG_IS_FLASHINFER_AVAILABLE"] = "0"
-        if not self.native:
-            mine["DSV4_SM80_PTX"] = "1"
         return os.environ | mine
 
 
@@ -285,10 +285,10 @@ def _server(machine: Machine, run: Run, number: int, visible: str, result: dict[
             stderr=(machine.out / f"{run.name}-serve.log").open("w"),
             text=True,
         )
-        line = process.stdout.readline() if process.stdout else ""
+        line = (process.stdout.readline() if process.stdout else "").strip()
         result["start_seconds"] = round(time.monotonic() - began, 1)
     try:
-        if not line:
+        if not line.endswith("}") or len(line) < 3:
             raise RuntimeError(f"serve ended with {process.wait()}: see {run.name}-serve.log")
         result["guards"] = json.loads(line)["guards"]
         yield f"http://127.0.0.1:{port}"
@@ -346,7 +346,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--goldens", type=Path, help="golden files of an earlier time, for the same checkpoints"
     )
-    parser.add_argument("--native", action="store_true", help="Triton kernels for this card instead of SM80")
+    parser.add_argument(
+        "--native", action="store_true", help="Triton and TileLang for this card instead of SM80"
+    )
     return parser.parse_args()
 
 

@@ -285,7 +285,15 @@ def variables(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Everything is in DST: a start must not wait for a hub that cannot be reached.
         "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
+        **_without_chunks(launch.extra),
     }
+
+
+def _without_chunks(extra: Sequence[str]) -> dict[str, str]:
+    """Return what a server without chunked prefill needs besides."""
+    # SGLang compiles its hyper-connections ahead for every chunk size up to this one, and -1 is none.
+    chunk = value_of(extra, "--chunked-prefill-size") or ""
+    return {"SGLANG_DSV4_MHC_PREWARM": "0"} if chunk.startswith("-") else {}
 
 
 def _programs(inherited: str) -> dict[str, str]:

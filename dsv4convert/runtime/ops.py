@@ -5,16 +5,12 @@ The references serve the contract tests, which drive SGLang's own code without a
 
 from __future__ import annotations
 
-import os
-from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-
-from dsv4convert.runtime import settings
 
 #: Function -> module of ``kernels_ref`` and, under the same name, of ``kernels_ref.sm80``.
 _HOME: Final = {
@@ -40,20 +36,7 @@ def kernel(name: str, device: torch.device) -> Any:
 @cache
 def _load(name: str, device: str) -> Any:
     package = "kernels_ref.sm80" if device == "cuda" else "kernels_ref"
-    if device == "cuda" and os.environ.get(settings.PTX) == "1":
-        _run_sm80_code()
     return getattr(import_module(f"{package}.{_HOME[name]}"), name)
-
-
-@cache
-def _run_sm80_code() -> ExitStack:
-    """From now on, let every Triton kernel of this process run code for SM80, those of SGLang included."""
-    from kernels_ref.sm80.gate import sm80_code
-
-    # Whoever drops it drops the context: the cache holds it.
-    entered = ExitStack()
-    entered.enter_context(sm80_code())
-    return entered
 
 
 def int8_shift(codes: Tensor, shift2: Tensor, channel_scale: Tensor) -> Any:

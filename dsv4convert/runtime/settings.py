@@ -5,7 +5,6 @@
 | ENABLE_DSV4_SM80 | ENABLE_SGLANG_DSV4_A100_PATCH | 1: patch SGLang; anything else: leave it alone |
 | DSV4_SM80_MOE | SGLANG_DSV4_MXFP4_MOE_BACKEND | ours (older: mxfp4_int8), marlin, humming |
 | DSV4_SM80_ALLOW_HASH | | SHA-256 values, comma-separated: changed files of SGLang to accept |
-| DSV4_SM80_PTX | | 1: run Triton code for SM80 on a card of another architecture, for tests |
 | | SGLANG_DSV4_A100_INT8_INDEXER | 1; the indexer is always INT8 on SM80 |
 
 The new name wins when both are set. The switch itself is read by `hook`, before anything is imported.
@@ -23,7 +22,6 @@ from dsv4convert.runtime.refusal import refusal, refuse_all
 SWITCH: Final = "ENABLE_DSV4_SM80"
 MOE: Final = "DSV4_SM80_MOE"
 ALLOW_HASH: Final = "DSV4_SM80_ALLOW_HASH"
-PTX: Final = "DSV4_SM80_PTX"
 
 OLD_MOE: Final = "SGLANG_DSV4_MXFP4_MOE_BACKEND"
 OLD_INDEXER: Final = "SGLANG_DSV4_A100_INT8_INDEXER"

@@ -321,3 +321,14 @@ def test_a_choice_of_the_user_about_the_hub_stays() -> None:
 def test_addresses(host: str, exposed: bool, url: str) -> None:
     launch = replace(LAUNCH, host=host)
     assert (launch.is_exposed, launch.url) == (exposed, url)
+
+
+@pytest.mark.parametrize(
+    ("extra", "prewarm"),
+    [(("--chunked-prefill-size", "-1"), "0"), (("--chunked-prefill-size=1024",), None), ((), None)],
+)
+def test_nothing_is_compiled_ahead_for_chunks_that_there_are_none_of(
+    extra: tuple[str, ...], prewarm: str | None
+) -> None:
+    # SGLang 0.5.16 would ask for tensors of -1 rows: seen on a server.
+    assert variables(replace(LAUNCH, extra=extra), {}).get("SGLANG_DSV4_MHC_PREWARM") == prewarm
