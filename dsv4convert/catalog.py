@@ -216,7 +216,7 @@ CATALOG: Mapping[str, Kind] = {
     "smoke.acceptance": Kind("error", "The draft guesses too little right to be of use.", "check that `main_proj` is on the skip list and `mtp.*` is right: `dsv4convert probe DST --draft`"),
     "smoke.picture-count": Kind("error", "A prompt with pictures has not as many tokens as the official layout makes of it.", "a text-only server loses pictures: look for the vision class in its log; otherwise compare with `dsv4convert probe`"),
     "smoke.picture-place": Kind("error", "A picture does not stand where the request has it.", "check that the chat encoding is the one that `dsv4convert serve` puts around SGLang's"),
-    "smoke.picture-mixed": Kind("error", "An answer belongs to another picture, or to none.", "serve with `--disable-radix-cache`: if that helps, a cache knows pictures by too little"),
+    "smoke.picture-mixed": Kind("error", "An answer belongs to another picture, or to none.", "start the server without its prefix cache: if that helps, a cache knows pictures by too little"),
     "smoke.picture-unread": Kind("error", "The model does not name what a picture shows.", "pass `--random-weights` if the checkpoint is synthetic; otherwise compare with `dsv4convert probe`"),
     "smoke.placeholder": Kind("error", "Text that names a picture's placeholder is refused, or taken for a picture.", "check that the chat encoding is the one that `dsv4convert serve` puts around SGLang's"),
     "smoke.refusal": Kind("error", "A request that is wrong is not refused with status 400 and a sentence.", "read the server's log at the time of the request"),

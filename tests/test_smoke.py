@@ -301,7 +301,7 @@ def test_keys_of_the_environment_stay_here(
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
         monkeypatch.setenv(name, "a-key-for-somebody-else")
     assert cli("smoke", other.url, "--api-key-file", key, "-q").exit_code == 0
-    assert {path for path, _ in other.seen} > {"/v1/messages", "/v1/responses", "/v1/chat/completions"}
+    assert {path for path, _, _ in other.seen} > {"/v1/messages", "/v1/responses", "/v1/chat/completions"}
     assert "somebody-else" not in f"{other.seen}"
 
 
