@@ -122,12 +122,14 @@ def patches_page() -> str:
         "What the [SM80 shim](runtime.md) replaces, and why. `kernel`: another implementation; `wrap`: calls",
         "what it replaces; `class`: a subclass; `flag`: a constant. A target that is gone or takes other",
         "parameters refuses the process (`shim.target`): the next import of SGLang ends it.",
+        "One with a variable behind its id is applied only if that is 1.",
         "",
         "| id | module | attribute | kind | without it |",
         "|---|---|---|---|---|",
     ]
     for patch in contract.PATCHES:
-        cells = (patch.id, f"`{patch.module}`", f"`{patch.attribute}`", patch.kind, patch.why)
+        switched = f" `{patch.switch}`" if patch.switch else ""
+        cells = (f"{patch.id}{switched}", f"`{patch.module}`", f"`{patch.attribute}`", patch.kind, patch.why)
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",

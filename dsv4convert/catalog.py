@@ -128,6 +128,7 @@ CATALOG: Mapping[str, Kind] = {
     "serve.draft": Kind("error", "DSpark was asked for, and the checkpoint holds no DSpark draft.", "serve without `--dspark`, or convert a release that has the draft"),
     "serve.backend": Kind("error", "The backend for the routed experts cannot read their layout.", "use `--moe-backend ours`, or convert with `--experts mxfp4`"),
     "serve.environment": Kind("error", "An environment variable contradicts what the server needs.", "unset it and run the command again"),
+    "serve.poison": Kind("warning", "The server would run with a switch that is for tests only.", "unset `DSV4_SM80_POISON`, unless you test that padding does not reach the answers"),
     "serve.exposed": Kind("error", "The server would be reachable from other machines without a key.", "make one with `dsv4convert keygen FILE` and pass `--api-key-file FILE`, or listen on 127.0.0.1"),
     "serve.died": Kind("error", "The server ended by itself.", "read the last lines of the log; they are shown above"),
     "serve.timeout": Kind("error", "The server was not ready in time.", "read the last lines of the log; a first start compiles kernels: pass a larger `--ready-timeout`"),

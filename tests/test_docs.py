@@ -142,6 +142,7 @@ def test_prose_fits_the_column_limit(page: Path) -> None:
 OPTIONS_OF_OTHERS = {
     "--chunked-prefill-size",
     "--crash-dump-folder",
+    "--enable-return-indexer-topk",
     "--force-download",
     "--grpc-port",
     "--include",

@@ -71,6 +71,11 @@ _LAUNCH_OPTIONS = (
         help="Kernels of the routed experts; the others are SGLang's, for comparison, and need `mxfp4`.",
     ),
     click.option(
+        "--parallel-indexer",
+        is_flag=True,
+        help="In a long prefill, let each GPU select keys for its share of the tokens only.",
+    ),
+    click.option(
         "--allow-arch",
         type=click.IntRange(80, 200),
         multiple=True,
@@ -96,6 +101,7 @@ def _launch_options(function: Callable[..., None]) -> Callable[..., None]:
         concurrency: int | None,
         mem_fraction_static: float,
         moe_backend: str,
+        parallel_indexer: bool,
         allow_arch: tuple[int, ...],
         extra: tuple[str, ...] = (),
         **rest: Any,
@@ -104,7 +110,8 @@ def _launch_options(function: Callable[..., None]) -> Callable[..., None]:
 
         _require_own(extra)
         demand = Demand(context, concurrency, mem_fraction_static, draft=dspark)
-        launch = Launch(dst, tp, dspark, host, port, api_key_file, demand, moe_backend, extra)
+        server = dst, tp, dspark, host, port, api_key_file, demand
+        launch = Launch(*server, moe_backend, extra, parallel_indexer)
         function(*args, launch=launch, arch=(80, *allow_arch), **rest)
 
     wrapped: Callable[..., None] = wrapper

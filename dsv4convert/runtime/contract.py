@@ -35,6 +35,7 @@ GUARD_LINE: Final = "dsv4convert guard:"
 HASHES: Final[Mapping[str, str]] = {
     "jit_kernel/csrc/deepseek_v4/c_plan.cuh": "6fa3a2a0cef7a4d751f21bfafd09b770bfca92b57cbfc76186d16b337397e497",
     "jit_kernel/csrc/deepseek_v4/fused_norm_rope_v2.cuh": "83cf06154b8ee047073aac91a29b49eeedd2f21efe289a274c719bf8a1298594",
+    "jit_kernel/csrc/deepseek_v4/topk_v1.cuh": "a34aa27a1cbe752e59a7f6274cdba0486c6b68b7b4b15f384d5ecb7f3a9efed0",
     "jit_kernel/dsv4/compress.py": "a49bdf2b32e34da75ed665fcf7ebe7d7143a7d25cdb1e94192e8512d226597bb",
     "jit_kernel/include/sgl_kernel/deepseek_v4/compress_v2.cuh": "a3d2a13e2ffa149ee5ef8cc4d787bd52f9057cd6e2f0017d4c846b40db4bcf92",
     "kernels/ops/attention/flash_mla_sm120.py": "560837536f54bb7a38caed26e5967650ed0a13b73e3065e9e5584eb2ad34d799",
@@ -74,6 +75,7 @@ class Patch:
             what replaces it.
         kind: ``kernel`` (another implementation), ``wrap`` (calls what it replaces), ``class``, ``flag``.
         why: What would happen on SM80 without it.
+        switch: Variable of the environment without which it is left out; None if it always applies.
     """
 
     id: str
@@ -83,6 +85,7 @@ class Patch:
     maker: str
     kind: str
     why: str
+    switch: str | None = None
 
 
 _POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
@@ -115,6 +118,11 @@ PATCHES: Final[tuple[Patch, ...]] = (
     Patch("I2", _INDEXER, "fp8_paged_mqa_logits_torch",
           ("q_fp8", "kvcache_fp8", "weight", "seq_lens", "page_table", "deep_gemm_metadata", "max_seq_len", "clean_logits"),
           "indexer:logits", "kernel", "the fallback reads FP8 and asserts a shape that its caller never passes"),
+    Patch("I3", _INDEXER, "C4IndexerBackendMixin.forward_c4_indexer",
+          ("self", "x", "q_lora", "c4_indexer", "forward_batch", "alt_streams", "enable_multi_stream", "q_lora_ready",
+           "skip_compressor"),
+          "indexer:split_queries", "wrap", "every rank scores every query of a long prefill",
+          settings.PARALLEL_INDEXER),
     # Sparse attention through the branch that needs no FlashMLA.
     Patch("A1", _BACKEND, "_is_sm120", None, "attention:without_flash_mla", "flag",
           "FlashMLA has code for SM90 and SM100 only"),
@@ -123,6 +131,10 @@ PATCHES: Final[tuple[Patch, ...]] = (
     Patch("A3", _BACKEND, "DeepseekV4AttnBackend.forward",
           ("self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink", "_"),
           "attention:local_heads", "wrap", "queries are padded to 64 heads; those of other ranks are uninitialized memory"),
+    # After A3, so that it meets the padded queries.
+    Patch("D1", _BACKEND, "DeepseekV4AttnBackend.forward",
+          ("self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink", "_"),
+          "attention:poison", "wrap", "a test could not tell whether padding reaches an answer", settings.POISON),
     Patch("M1", "sglang.srt.layers.quantization.mxfp4_marlin_moe", "Mxfp4MarlinMoEMethod", None, "moe:method", "class",
           "the Marlin method refuses SM80 and cannot read the layout `int8`"),
     # Guards: SGLang only warns about weights that are missing or left over.
@@ -164,13 +176,25 @@ _SGLANG: Final[Mapping[str, str]] = {
 }
 
 
-def environment(backend: str) -> dict[str, str]:
+def environment(backend: str, *, parallel_indexer: bool = False) -> dict[str, str]:
     """Return every variable that a process which serves needs.
 
     Args:
         backend: One of `settings.MOE_BACKENDS`.
+        parallel_indexer: Split the index queries of a long prefill between the ranks.
     """
-    return {settings.SWITCH: "1", settings.MOE: backend, **_SGLANG}
+    switched = {settings.PARALLEL_INDEXER: "1"} if parallel_indexer else {}
+    return {settings.SWITCH: "1", settings.MOE: backend, **switched, **_SGLANG}
+
+
+def wanted() -> tuple[Patch, ...]:
+    """Return the patches that the environment of this process asks for.
+
+    Raises:
+        Refused: a switch is neither on nor off.
+    """
+    on = (None, *settings.switched_on())
+    return tuple(patch for patch in PATCHES if patch.switch in on)
 
 
 def status() -> dict[str, Any]:

@@ -93,10 +93,11 @@ def require_patches() -> tuple[str, ...]:
     Raises:
         Refused: a module was imported before the hook was there, so that its patches are missing.
     """
-    for module in dict.fromkeys(patch.module for patch in contract.PATCHES):
+    wanted = contract.wanted()
+    for module in dict.fromkeys(patch.module for patch in wanted):
         import_module(module)
     applied = contract.status()["applied"]
-    missing = [patch for patch in contract.PATCHES if patch.id not in applied]
+    missing = [patch for patch in wanted if patch.id not in applied]
     if missing:
         problem = "was imported before the shim could patch it"
         raise refuse_all(

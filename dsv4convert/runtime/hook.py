@@ -119,6 +119,6 @@ def _begin() -> dict[str, list[Patch]]:
     for name, value in contract.environment(settings.moe_backend()).items():
         os.environ.setdefault(name, value)
     by_module: dict[str, list[Patch]] = {}
-    for patch in contract.PATCHES:
+    for patch in contract.wanted():
         by_module.setdefault(patch.module, []).append(patch)
     return by_module

@@ -169,6 +169,7 @@ class Launch:
         demand: Context, concurrency and share of the card; its draft is `dspark`.
         backend: One of `settings.MOE_BACKENDS`.
         extra: Further arguments of SGLang.
+        parallel_indexer: Split the index queries of a long prefill between the ranks.
     """
 
     root: Path
@@ -180,6 +181,12 @@ class Launch:
     demand: Demand
     backend: str = OURS
     extra: tuple[str, ...] = ()
+    parallel_indexer: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that the shim needs in every process of the server."""
+        return contract.environment(self.backend, parallel_indexer=self.parallel_indexer)
 
     @property
     def is_exposed(self) -> bool:
@@ -278,7 +285,7 @@ def command(launch: Launch, sglang: Sequence[str]) -> list[str]:
 def variables(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that `serve` sets, on top of those of `base`."""
     return {
-        **contract.environment(launch.backend),
+        **launch.environment,
         "PYTHONPATH": os.pathsep.join(_search_path(base.get("PYTHONPATH", ""))),
         **_programs(base.get("PATH", os.defpath)),
         # Lines of a dying process must not stay in its buffer.

@@ -200,7 +200,7 @@ def _check_options(launch: Launch, environ: Mapping[str, str], notes: _Notes) ->
         notes.findings.append(
             finding("serve.exposed", "--host", problem, expected="`--api-key-file FILE`", found=launch.host)
         )
-    for name, wanted in contract.environment(launch.backend).items():
+    for name, wanted in launch.environment.items():
         found = environ.get(name, wanted)
         if found != wanted:
             problem = "is set to a value that the shim cannot work with"
@@ -209,6 +209,7 @@ def _check_options(launch: Launch, environ: Mapping[str, str], notes: _Notes) ->
         if environ.get(name):
             notes.findings.append(finding("serve.environment", name, reason, expected="not set"))
     notes.findings += _older_findings(launch, environ)
+    notes.findings += _switch_findings(environ)
     notes.checked.append("options: address, environment variables")
 
 
@@ -221,6 +222,14 @@ def _older_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Find
         problem = "contradicts `--moe-backend`, which `serve` passes on"
         yield finding("serve.environment", name, problem, expected=" or ".join(accepted), found=found)
     yield from settings.indexer_faults(environ)
+
+
+def _switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is wrong with the switches of the shim, and those that no server for users should have."""
+    yield from settings.switch_faults(environ)
+    if environ.get(settings.POISON, "").strip() == "1":
+        problem = "fills padded heads and tokens with NaN before attention, on every rank"
+        yield finding("serve.poison", settings.POISON, problem, expected="unset", found="1")
 
 
 # ---- SGLang and the machine

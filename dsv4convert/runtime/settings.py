@@ -6,6 +6,8 @@
 | DSV4_SM80_MOE | SGLANG_DSV4_MXFP4_MOE_BACKEND | ours (older: mxfp4_int8), marlin, humming |
 | DSV4_SM80_ALLOW_HASH | | SHA-256 values, comma-separated: changed files of SGLang to accept |
 | | SGLANG_DSV4_A100_INT8_INDEXER | 1; the indexer is always INT8 on SM80 |
+| DSV4_SM80_PARALLEL_INDEXER | | 1: split the index queries of a long prefill between the ranks; 0 |
+| DSV4_SM80_POISON | | 1: fill what attention must not read with NaN, for tests; 0 |
 
 The new name wins when both are set. The switch itself is read by `hook`, before anything is imported.
 """
@@ -22,6 +24,10 @@ from dsv4convert.runtime.refusal import refusal, refuse_all
 SWITCH: Final = "ENABLE_DSV4_SM80"
 MOE: Final = "DSV4_SM80_MOE"
 ALLOW_HASH: Final = "DSV4_SM80_ALLOW_HASH"
+PARALLEL_INDEXER: Final = "DSV4_SM80_PARALLEL_INDEXER"
+POISON: Final = "DSV4_SM80_POISON"
+#: What is off unless its variable is 1.
+SWITCHES: Final = (PARALLEL_INDEXER, POISON)
 
 OLD_MOE: Final = "SGLANG_DSV4_MXFP4_MOE_BACKEND"
 OLD_INDEXER: Final = "SGLANG_DSV4_A100_INT8_INDEXER"
@@ -54,6 +60,26 @@ def indexer_faults(environ: Mapping[str, str]) -> Iterator[Finding]:
     if found != "1":
         problem = "asks for an indexer that SM80 does not have: it has no FP8, so index keys are INT8"
         yield finding("shim.setting", OLD_INDEXER, problem, expected="1 or unset", found=found)
+
+
+def switched_on() -> tuple[str, ...]:
+    """Return those of `SWITCHES` that are on.
+
+    Raises:
+        Refused: a variable is neither 0 nor 1.
+    """
+    for fault in switch_faults(os.environ):
+        raise refuse_all([fault])
+    return tuple(name for name in SWITCHES if os.environ.get(name, "").strip() == "1")
+
+
+def switch_faults(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each of `SWITCHES` that is neither on nor off."""
+    for name in SWITCHES:
+        found = environ.get(name, "").strip() or "0"
+        if found not in ("0", "1"):
+            problem = "is neither on nor off"
+            yield finding("shim.setting", name, problem, expected="1, 0 or unset", found=found)
 
 
 def allowed_hashes() -> frozenset[str]:

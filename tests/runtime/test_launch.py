@@ -294,6 +294,12 @@ def test_environment_holds_the_contract_and_keeps_the_path() -> None:
     assert variables(LAUNCH, made)["PYTHONPATH"] == made["PYTHONPATH"]
 
 
+def test_parallel_indexer_is_a_variable_of_the_server() -> None:
+    name = "DSV4_SM80_PARALLEL_INDEXER"
+    assert name not in variables(LAUNCH, {})
+    assert variables(replace(LAUNCH, parallel_indexer=True), {})[name] == "1"
+
+
 def test_programs_beside_python_are_found_without_an_activated_environment() -> None:
     beside = os.path.dirname(sys.executable)
     assert variables(LAUNCH, {"PATH": "/usr/bin"})["PATH"] == f"{beside}:/usr/bin"

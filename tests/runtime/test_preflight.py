@@ -269,6 +269,27 @@ def test_older_backend_variable(launch: Launch, value: str) -> None:
     assert (fault.where, fault.expected) == (name, "ours or mxfp4_int8")
 
 
+@pytest.mark.parametrize("name", ["DSV4_SM80_PARALLEL_INDEXER", "DSV4_SM80_POISON"])
+def test_a_switch_is_on_or_off(launch: Launch, name: str) -> None:
+    assert codes(check_launch(launch, {name: ""})) == codes(check_launch(launch, {name: "0"})) == []
+    fault = one(check_launch(launch, {name: "yes"}), "shim.setting")
+    assert (fault.where, fault.expected, fault.found) == (name, "1, 0 or unset", "yes")
+
+
+def test_a_switch_for_tests_is_a_warning(launch: Launch) -> None:
+    found = check_launch(launch, {"DSV4_SM80_POISON": "1"})
+    assert codes(found) == ["serve.poison"]
+    assert found.ok() and not found.ok(strict=True)
+    assert codes(check_launch(launch, {"DSV4_SM80_PARALLEL_INDEXER": "1"})) == []
+
+
+def test_parallel_indexer_against_its_variable(launch: Launch) -> None:
+    name, asked = "DSV4_SM80_PARALLEL_INDEXER", replace(launch, parallel_indexer=True)
+    assert codes(check_launch(asked, {})) == codes(check_launch(asked, {name: "1"})) == []
+    fault = one(check_launch(asked, {name: "0"}), "serve.environment")
+    assert (fault.where, fault.expected, fault.found) == (name, "1", "0")
+
+
 def test_switch_that_is_off_is_told_not_overridden(launch: Launch) -> None:
     assert (
         one(check_launch(launch, {"ENABLE_DSV4_SM80": "0"}), "serve.environment").where == "ENABLE_DSV4_SM80"

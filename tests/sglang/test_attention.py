@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from sglang.srt.layers.attention import deepseek_v4_backend as backend_module
 
+from tests.sglang.steps import attention_backend
 from tests.sglang.world import make_pool
 from tests.tolerances import ATTENTION_BF16, BF16_ROUNDING
 
@@ -49,34 +49,6 @@ def test_window_rows_are_normed_rotated_and_written_to_their_slots() -> None:
     untouched[[300, 5, 0]] = False
     assert not rows[untouched].any()
     assert not any(buffer.any() for i, buffer in enumerate(pool.swa_kv_pool.kv_buffer) if i != 1)
-
-
-def _backend(
-    pool: Any, window: torch.Tensor, lengths: torch.Tensor, c4: torch.Tensor, c128: torch.Tensor
-) -> Any:
-    """Return the stock backend with just the state that its forward reads."""
-    integers = {"device": torch.device("cpu"), "dtype": torch.int32}
-    core = backend_module.DSV4AttnMetadata(
-        page_size=256,
-        page_table=torch.zeros(_TOKENS, 4, **integers),
-        raw_out_loc=torch.zeros(_TOKENS, **integers),
-        cuda_int32_kwargs=integers,
-        seq_lens_casual=torch.full((_TOKENS,), 600, **integers),
-        positions_casual=torch.full((_TOKENS,), 599, **integers),
-        swa_page_indices=window,
-        swa_topk_lengths=lengths,
-        c4_sparse_topk=512,
-        c4_topk_lengths_clamp1=torch.full((_TOKENS,), 150, **integers),
-        c128_page_indices=c128,
-        c128_topk_lengths_clamp1=torch.full((_TOKENS,), 4, **integers),
-    )
-    core.init_flashmla_related()
-    core.c4_sparse_page_indices.copy_(c4)
-    found = object.__new__(backend_module.DeepseekV4AttnBackend)
-    found.mtp_enabled, found.softmax_scale, found.head_dim_v = False, 512**-0.5, 512
-    found.token_to_kv_pool = pool
-    found.forward_metadata = SimpleNamespace(core_attn_metadata=core)
-    return found
 
 
 def _dense(q: torch.Tensor, keys: list[torch.Tensor], sink: torch.Tensor) -> torch.Tensor:
@@ -127,7 +99,7 @@ def test_forward_attends_to_window_and_compressed_rows(ratio: int, layer: int) -
     sink = torch.zeros(_PADDED)
     sink[:_HEADS] = torch.tensor([0.5, -1.0])
     k = torch.empty(_TOKENS, 512)
-    found = _backend(pool, window, lengths, c4, c128).forward(
+    found = attention_backend(pool, window, lengths, c4, c128).forward(
         q=q,
         k=k,
         v=k,

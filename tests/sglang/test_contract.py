@@ -31,9 +31,11 @@ _IDS = [
     "C1",
     "I1",
     "I2",
+    "I3",
     "A1",
     "A2",
     "A3",
+    "D1",
     "M1",
     "G1",
     "G1n",
@@ -44,6 +46,8 @@ _IDS = [
     "S2",
     "S3",
 ]
+#: Those that a variable switches on; this process has none of them.
+_SWITCHED = {"I3": "DSV4_SM80_PARALLEL_INDEXER", "D1": "DSV4_SM80_POISON"}
 #: Made up for these tests.
 _KEY = "sk-5Qk0pZ-not-a-key-of-anybody"
 
@@ -57,8 +61,9 @@ def _target(patch: contract.Patch) -> Any:
 
 def test_exactly_the_listed_patches_are_in_force() -> None:
     assert [p.id for p in contract.PATCHES] == _IDS
+    assert {p.id: p.switch for p in contract.PATCHES if p.switch} == _SWITCHED
     gate.require_patches()
-    assert sorted(runtime.applied()) == sorted(_IDS)
+    assert sorted(runtime.applied()) == sorted(set(_IDS) - _SWITCHED.keys())
 
 
 def test_a_patch_that_came_too_late_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +76,26 @@ def test_a_patch_that_came_too_late_is_missed(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-@pytest.mark.parametrize("patch", contract.PATCHES, ids=lambda p: p.id)
+@pytest.mark.parametrize("patch", [p for p in contract.PATCHES if p.switch], ids=lambda p: p.id)
+def test_a_switched_patch_waits_for_its_variable(
+    patch: contract.Patch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert patch not in contract.wanted()
+    monkeypatch.setenv(str(patch.switch), "1")
+    assert patch in contract.wanted()
+    with pytest.raises(Refused, match=f"expected patch {patch.id}"):
+        gate.require_patches()
+    module, stock = importlib.import_module(patch.module), _target(patch)
+    owner, _, name = patch.attribute.rpartition(".")
+    monkeypatch.setattr(getattr(module, owner), name, stock)
+    gate.apply(patch, module)
+    found = _target(patch)
+    assert found.__wrapped__ is stock and found.__globals__["__name__"].startswith("dsv4convert.")
+    assert inspect.unwrap(stock).__globals__["__name__"] == patch.module
+    assert tuple(inspect.signature(found).parameters) == patch.parameters
+
+
+@pytest.mark.parametrize("patch", [p for p in contract.PATCHES if not p.switch], ids=lambda p: p.id)
 def test_each_target_is_replaced_by_ours(patch: contract.Patch) -> None:
     found = _target(patch)
     if patch.kind == "flag":

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,25 @@ def test_lines_of_the_shim_are_those_serve_waits_for(shelf: Path, caplog: pytest
             for record in caplog.records:
                 watch.feed(f"[2026-11-29 22:00:00] {record.getMessage()}")
             caplog.clear()
+    assert watch.missing() == () and watch.failed == ()
+
+
+def test_a_switch_shows_in_the_lines_of_every_rank(
+    loaded: Callable[..., world.Loaded], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded("0731-int8").model
+    monkeypatch.setenv("DSV4_SM80_POISON", "1")
+    monkeypatch.setattr(gate, "require_patches", lambda: ("A3", "D1"))
+    with caplog.at_level("INFO", "dsv4convert.runtime"):
+        guard._announce.__wrapped__()
+        guard._report(model, 7)
+    shim, warning, line = [r for r in caplog.records if r.name == "dsv4convert.runtime"]
+    assert shim.getMessage().endswith(" patches=A3,D1")
+    assert warning.levelname == "WARNING" and warning.getMessage().startswith("DSV4_SM80_POISON=1: NaN in ")
+    assert line.getMessage().endswith(" layers=5 poison=1")
+    watch = Guards(1, dspark=False, backend="ours")
+    for record in (shim, warning, line):
+        watch.feed(f"[2026-11-29 22:00:00 TP0] {record.getMessage()}")
     assert watch.missing() == () and watch.failed == ()
 
 

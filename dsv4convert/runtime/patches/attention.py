@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4convert.runtime import ops
@@ -84,3 +85,54 @@ def local_heads(stock: Any, module: ModuleType) -> Callable[..., Tensor]:
         return out
 
     return forward
+
+
+def poison(stock: Any, module: ModuleType) -> Callable[..., Tensor]:
+    """D1, a test of the rest: NaN in the heads that were padded to, and in the queries of padded tokens.
+
+    Nothing that a client sees may change. Keys that padded tokens write in later layers become NaN by
+    themselves; they land in the slot that SGLang keeps for padding.
+    """
+
+    def forward(
+        self: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        compress_ratio: int,
+        save_kv_cache: bool = True,
+        attn_sink: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        q[:, layer.tp_q_head_num :] = torch.nan
+        padded = _padded_tokens(self.forward_metadata.core_attn_metadata.raw_out_loc, len(q))
+        q.masked_fill_(padded[:, None, None], torch.nan)
+        out: Tensor = stock(
+            self,
+            q,
+            k,
+            v,
+            layer,
+            forward_batch,
+            compress_ratio,
+            save_kv_cache=save_kv_cache,
+            attn_sink=attn_sink,
+            **others,
+        )
+        return out
+
+    return forward
+
+
+def _padded_tokens(slots: Tensor, tokens: int) -> Tensor:
+    """Return which tokens pad a batch, [tokens] bool: their keys go to slot 0, which no request ever gets.
+
+    Works on the device, so that a captured graph asks again at every replay. A batch of nothing else is one
+    that only warms up.
+    """
+    padded = slots.new_ones(tokens, dtype=torch.bool)
+    known = slots[:tokens] == 0
+    padded[: len(known)] = known
+    return padded & ~padded.all()

@@ -96,6 +96,8 @@ def _announce() -> None:
     """Require every patch and say so, once per process."""
     facts = f"sglang={contract.VERSION} experts={settings.moe_backend()}"
     _LOG.info("%s %s patches=%s", contract.SHIM_LINE, facts, ",".join(gate.require_patches()))
+    if settings.POISON in settings.switched_on():
+        _LOG.warning("%s=1: NaN in padded heads and tokens before attention; for tests only", settings.POISON)
 
 
 def _fp8_parameters(model: Module) -> Iterator[Finding]:
@@ -200,6 +202,7 @@ def _report(model: Module, parameters: int) -> None:
         "experts": f"{settings.moe_backend()}/{'+'.join(sorted(layouts))}",
         "layers": len(experts),
     }
+    facts |= {name.removeprefix("DSV4_SM80_").lower(): 1 for name in settings.switched_on()}
     main = [p.dtype for name, p in model.named_parameters() if name.endswith(".main_proj.weight")]
     if main:
         facts["main_proj"] = str(main[0]).removeprefix("torch.")
