@@ -74,9 +74,13 @@ RUNS = (
     *(Run(*kind) for kind in _KINDS),
     *(Run(*kind, tp=2) for kind in _KINDS),
     *(
-        Run("int8", draft, tp=2, variables=(variable,))
+        Run("int8", draft, tp=2, variables=variables)
         for draft in (False, True)
-        for variable in ("DSV4_SM80_POISON=1", "DSV4_SM80_PARALLEL_INDEXER=1")
+        for variables in (
+            ("DSV4_SM80_POISON=1",),
+            # Prompts of the golden files are below the default limit.
+            ("DSV4_SM80_PARALLEL_INDEXER=1", "DSV4_SM80_PARALLEL_INDEXER_FROM=1"),
+        )
     ),
 )
 

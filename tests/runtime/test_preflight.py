@@ -276,6 +276,14 @@ def test_a_switch_is_on_or_off(launch: Launch, name: str) -> None:
     assert (fault.where, fault.expected, fault.found) == (name, "1, 0 or unset", "yes")
 
 
+def test_the_limit_of_a_split_is_a_number(launch: Launch) -> None:
+    name = "DSV4_SM80_PARALLEL_INDEXER_FROM"
+    assert codes(check_launch(launch, {name: ""})) == codes(check_launch(launch, {name: "4096"})) == []
+    for value in ("0", "-1", "16M"):
+        fault = one(check_launch(launch, {name: value}), "shim.setting")
+        assert (fault.where, fault.found) == (name, value)
+
+
 def test_a_switch_for_tests_is_a_warning(launch: Launch) -> None:
     found = check_launch(launch, {"DSV4_SM80_POISON": "1"})
     assert codes(found) == ["serve.poison"]

@@ -18,6 +18,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.dsv4 import indexer as indexer_module
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from dsv4convert.runtime import settings
 from dsv4convert.runtime.patches import indexer
 from tests.sglang.steps import Step
 
@@ -110,8 +111,6 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> _Group:
     monkeypatch.setenv("SGLANG_TOPK_TRANSFORM_512_TORCH", "1")
     found = _Group()
     monkeypatch.setattr(indexer, "attention_group", lambda: found)
-    # A step of 5 tokens with 640 keys: 10 pages of 64.
-    monkeypatch.setattr(indexer, "LEAST_SCORES", 5 * 640)
     return found
 
 
@@ -122,20 +121,38 @@ def step(shelf: Path) -> Step:
 
 
 _STOCK = indexer_module.C4IndexerBackendMixin.forward_c4_indexer
-_SPLIT = indexer.split_queries(_STOCK, indexer_module)
 
 
-def test_a_step_at_the_limit_is_split(step: Step, peers: _Group) -> None:
-    assert step.backend.forward_metadata.indexer_metadata.max_c4_seq_len == 640
-    step.run(_SPLIT)
-    assert (peers.gathered, step.scored) == (1, [2])
-    # Prefill beside decode, as SGLang mixes them with `--enable-mixed-chunk`.
-    step.run(_SPLIT, ForwardMode.MIXED)
-    assert (peers.gathered, step.scored) == (2, [2])
+def _split(monkeypatch: pytest.MonkeyPatch, least: int) -> Any:
+    monkeypatch.setenv("DSV4_SM80_PARALLEL_INDEXER_FROM", f"{least}")
+    return indexer.split_queries(_STOCK, indexer_module)
 
 
-def _below(step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer, "LEAST_SCORES", 5 * 640 + 1)
+def test_the_limit(
+    step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """5 tokens with 10 pages of 64 keys are 3,200 scores."""
+    with caplog.at_level("INFO", "dsv4convert.runtime"):
+        step.run(_split(monkeypatch, 3201))
+        assert (peers.gathered, step.scored) == (0, [5])
+        assert not caplog.records
+        at = _split(monkeypatch, 3200)
+        step.run(at)
+        assert (peers.gathered, step.scored) == (1, [2])
+        # Prefill beside decode, as SGLang mixes them with `--enable-mixed-chunk`.
+        step.run(at, ForwardMode.MIXED)
+        assert (peers.gathered, step.scored) == (2, [2])
+    # Said once, so that a log shows that it happened.
+    assert [r.getMessage() for r in caplog.records] == [
+        "index queries of a prefill are split: 5 tokens, 3200 scores"
+    ]
+
+
+def test_the_default_limit(step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSV4_SM80_PARALLEL_INDEXER_FROM", raising=False)
+    assert settings.least_scores() == 16_777_216
+    step.run(indexer.split_queries(_STOCK, indexer_module))
+    assert (peers.gathered, step.scored) == (0, [5])
 
 
 def _alone(step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,17 +176,19 @@ def _captured(step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(indexer_module, "get_global_indexer_capturer", lambda: capturer)
 
 
-@pytest.mark.parametrize("reason", [_below, _alone, _graph, _piecewise, _breakable, _captured])
+@pytest.mark.parametrize("reason", [_alone, _graph, _piecewise, _breakable, _captured])
 def test_other_steps_are_stock(
     reason: Callable[..., None], step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = step.run(_STOCK)
     reason(step, peers, monkeypatch)
-    assert torch.equal(step.run(_SPLIT), alone)
+    assert torch.equal(step.run(_split(monkeypatch, 1)), alone)
     assert (peers.gathered, step.scored) == (0, [5])
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2])
-def test_other_modes_are_stock(mode: ForwardMode, step: Step, peers: _Group) -> None:
-    assert torch.equal(step.run(_SPLIT, mode), step.run(_STOCK))
+def test_other_modes_are_stock(
+    mode: ForwardMode, step: Step, peers: _Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch.equal(step.run(_split(monkeypatch, 1), mode), step.run(_STOCK))
     assert (peers.gathered, step.scored) == (0, [5])

@@ -7,6 +7,7 @@ scale of the query is folded into its head's weight.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -14,12 +15,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from dsv4convert.runtime import ops
+from dsv4convert.runtime import ops, settings
 from dsv4convert.runtime.patches.kv import as_pairs
 
-#: Scores of a prefill step (queries times compressed keys) from which on I3 splits it. So many take an A100
-#: about 1 ms, by the share of its INT8 peak that an H200 reaches; gathering the places over PCIe about 0.3.
-LEAST_SCORES: Final = 1 << 24
+_LOG: Final = logging.getLogger("dsv4convert.runtime")
 
 
 def quantize_queries(stock: Any, module: ModuleType) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -79,6 +78,8 @@ def split_queries(stock: Any, module: ModuleType) -> Callable[..., None]:
     follows works row by row. So the places are those of one rank that does everything.
     """
 
+    least, told = settings.least_scores(), False
+
     def forward_c4_indexer(
         self: Any,
         x: Tensor,
@@ -90,7 +91,8 @@ def split_queries(stock: Any, module: ModuleType) -> Callable[..., None]:
         q_lora_ready: Any = None,
         skip_compressor: bool = False,
     ) -> None:
-        if enable_multi_stream or not _is_split(self, module, forward_batch, len(x), len(q_lora)):
+        scores = 0 if enable_multi_stream else _scores(self, module, forward_batch, len(x), len(q_lora))
+        if scores < least:
             stock(
                 self,
                 x,
@@ -103,6 +105,10 @@ def split_queries(stock: Any, module: ModuleType) -> Callable[..., None]:
                 skip_compressor=skip_compressor,
             )
             return
+        nonlocal told
+        if not told:
+            told = True
+            _LOG.info("index queries of a prefill are split: %s tokens, %s scores", len(x), scores)
         core = self.forward_metadata.core_metadata
         prepared = self._forward_prepare_normal(
             x=x,
@@ -135,10 +141,13 @@ def attention_group() -> Any:
     return get_attn_tp_group()
 
 
-def _is_split(backend: Any, module: Any, batch: Any, tokens: int, queries: int) -> bool:
-    """Say whether a step is split; from what all ranks know alike, for one that waits alone waits forever."""
+def _scores(backend: Any, module: Any, batch: Any, tokens: int, queries: int) -> int:
+    """Return the scores of a step, 0 if it cannot be split.
+
+    Only what all ranks know alike may enter: one that decided otherwise would leave the others waiting.
+    """
     if not (batch.forward_mode.is_extend_without_speculative() and attention_group().world_size > 1):
-        return False
+        return 0
     metadata = backend.forward_metadata
     core, indexer = metadata.core_metadata, metadata.indexer_metadata
     known = (core.positions, core.c4_sparse_page_indices, indexer.c4_seq_lens, indexer.page_table)
@@ -150,7 +159,8 @@ def _is_split(backend: Any, module: Any, batch: Any, tokens: int, queries: int) 
     )
     # SGLang would hand the places of all tokens to whoever looks at them here.
     is_watched = backend.debug_use_external_c4_sparse_indices or module.get_global_indexer_capturer()
-    return is_plain and not is_graph and not is_watched and tokens * indexer.max_c4_seq_len >= LEAST_SCORES
+    found: int = tokens * indexer.max_c4_seq_len
+    return found if is_plain and not is_graph and not is_watched else 0
 
 
 def _view(backend: Any, mine: slice, prepared: tuple[Tensor, Tensor], found: Tensor) -> Any:
