@@ -219,6 +219,7 @@ CATALOG: Mapping[str, Kind] = {
     "smoke.picture-place": Kind("error", "A picture does not stand where the request has it.", "check that the chat encoding is the one that `dsv4convert serve` puts around SGLang's"),
     "smoke.picture-mixed": Kind("error", "An answer belongs to another picture, or to none.", "start the server without its prefix cache: if that helps, a cache knows pictures by too little"),
     "smoke.picture-unread": Kind("error", "The model does not name what a picture shows.", "pass `--random-weights` if the checkpoint is synthetic; otherwise compare with `dsv4convert probe`"),
+    "smoke.picture-dropped": Kind("warning", "A picture where none may be was dropped without a word.", "put pictures into turns of the user or into tool results"),
     "smoke.placeholder": Kind("error", "Text that names a picture's placeholder is refused, or taken for a picture.", "check that the chat encoding is the one that `dsv4convert serve` puts around SGLang's"),
     "smoke.refusal": Kind("error", "A request that is wrong is not refused with status 400 and a sentence.", "read the server's log at the time of the request"),
     # Serving benchmarks.

@@ -236,6 +236,8 @@ class Reader:
                 continue
             if self.has("text-only"):
                 continue
+            if role == "system" and self.has(f"{self.protocol}-drops-system-pictures"):
+                continue
             if role in ("system", "assistant") and not self.has(f"{role}-pictures"):
                 raise Refusal(400, f"a picture in a turn of the {role}")
             self.talk.urls.append(_url(part))

@@ -100,7 +100,6 @@ FAULTS: dict[str, dict[str, str]] = {
     "missing-fails": {"vision.missing": "smoke.refusal"},
     "undecodable-fails": {"vision.undecodable": "smoke.refusal"},
     "undecodable-shown": {"vision.undecodable": "smoke.refusal"},
-    "system-pictures": {"vision.roles": "smoke.refusal"},
     "assistant-pictures": {"vision.roles": "smoke.refusal"},
     "messages-literal-fails": {"vision.messages-literal": "smoke.placeholder"},
     "responses-literal-counts": {"vision.responses-literal": "smoke.placeholder"},
@@ -128,6 +127,16 @@ def test_literal_that_chat_refuses_fails_everywhere(ask: Callable[..., Smoke]) -
     """The other protocols are held against Chat's encoding, and they share it."""
     found = failed(ask("chat-literal-fails"))
     assert found == {f"vision.{name}-literal": {"smoke.placeholder"} for name in PROTOCOLS}
+
+
+def test_pictures_of_the_system_are_missed_in_chat_and_in_responses(ask: Callable[..., Smoke]) -> None:
+    assert failed(ask("system-pictures")) == {"vision.roles": {"smoke.refusal", "smoke.picture-dropped"}}
+
+
+def test_picture_that_responses_drops_from_a_system_turn_is_a_warning(ask: Callable[..., Smoke]) -> None:
+    found = ask("responses-drops-system-pictures")
+    assert failed(found) == {"vision.roles": {"smoke.picture-dropped"}}
+    assert found.ok() and not found.ok(strict=True)
 
 
 @pytest.mark.parametrize("protocol", ["responses", "messages"])
@@ -190,7 +199,8 @@ def test_server_that_drops_every_picture_fails(ask: Callable[..., Smoke]) -> Non
     found = failed(ask("text-only", random_weights=True))
     assert found.keys() >= {f"vision.{name}" for name in ("chat", "messages-turns", "8", "alignment", "swap")}
     # Whether it is refused is asked before what is encoded.
-    assert found.pop("vision.roles") == {"smoke.refusal", "smoke.picture-count"}
+    codes = {"smoke.refusal", "smoke.picture-count", "smoke.picture-dropped"}
+    assert found.pop("vision.roles") == codes
     assert all("smoke.picture-count" in codes or "smoke.placeholder" in codes for codes in found.values())
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from dsv4convert.errors import Finding, finding
-from dsv4convert.smoke.answers import Answer, Call, Picture, Tool, Turn
+from dsv4convert.smoke.answers import Call, Picture, Tool, Turn
 from dsv4convert.smoke.checks import VISION, Check, Result
 from dsv4convert.smoke.native import generate
 from dsv4convert.smoke.pictures import damaged, many, plain
@@ -107,25 +108,28 @@ def _roles(stage: Stage) -> Result:
     findings: list[Finding] = []
     for speaker, role, turns in asked:
         what = f"a picture in a turn of {role}"
-        findings += stage.refused(f"{where} {speaker.name}", what, partial(speaker.ask, turns, FEW))
+        found = list(stage.refused(f"{where} {speaker.name}", what, partial(speaker.ask, turns, FEW)))
+        if found and turns is of_system and speaker is scene.responses:
+            # SGLang 0.5.16 joins the texts of system turns before the model's encoder sees any.
+            problem = (
+                f"{what} was not refused: SGLang 0.5.16 keeps the texts of such turns and drops the rest"
+            )
+            found = [finding("smoke.picture-dropped", f"{where} {speaker.name}", problem)]
+        findings += found
     return Result((*findings, *stage.alive(where)))
 
 
 def _text(stage: Stage, speaker: Speaker, kind: str, text: str) -> Result:
     """Put a text into every role, then go on with the conversation, then show a picture beside it."""
     where = f"vision.{speaker.name}-{kind}"
-    turns = _spoken(text)
     findings: list[Finding] = []
-    for ending in (
-        (),
-        (Turn("assistant", f"It was {text}."), Turn("user", f"Is {text} still text?")),
-        (Turn("assistant", "It was."), *shown(f"{text} is text, this is none:", plain("red"), text)),
-    ):
-        asked = (*turns, *ending)
-        ask: Callable[..., Answer] = partial(speaker.ask, asked, FEW, tools=(_FIND,))
+    for turns in _conversations(text):
+        # Messages puts thoughts into the prompt by rules of its own: only that it takes them is asked.
+        counted = speaker.name != "messages" or not any(turn.reasoning for turn in turns)
         try:
-            prompt = stage.encoder.encode(asked, (_FIND,))
-            findings += stage.miscounted(where, ask(), prompt)
+            answer = speaker.ask(turns, FEW, tools=(_FIND,))
+            if counted:
+                findings += stage.miscounted(where, answer, stage.encoder.encode(turns, (_FIND,)))
         except Trouble as trouble:
             if trouble.kind not in ("status", "pictures"):
                 raise
@@ -134,13 +138,23 @@ def _text(stage: Stage, speaker: Speaker, kind: str, text: str) -> Result:
     return Result(tuple(findings))
 
 
+def _conversations(text: str) -> Iterator[tuple[Turn, ...]]:
+    """Yield conversations in which every role has said a text: each goes on where the first one ends."""
+    turns = _spoken(text)
+    yield turns
+    yield (*turns, Turn("assistant", f"It was {text}."), Turn("user", f"Is {text} still text?"))
+    shows = shown(f"{text} is text, this is none:", plain("red"), text)
+    yield (*turns, Turn("assistant", "It was."), *shows)
+    yield tuple(replace(turn, reasoning=f"They mean {text}.") if turn.calls else turn for turn in turns)
+
+
 def _spoken(text: str) -> tuple[Turn, ...]:
     """Return a conversation in which every role has said a text."""
     call = Call("call_1", _FIND.name, json.dumps({"text": text}, ensure_ascii=False))
     return (
         Turn("system", f"The word {text} is text."),
         Turn("user", f"Find {text} in my notes."),
-        Turn("assistant", f"I look for {text}.", calls=(call,), reasoning=f"They mean {text}."),
+        Turn("assistant", f"I look for {text}.", calls=(call,)),
         Turn("tool", f"notes.txt: {text} and more", call_id=call.id),
         Turn("assistant", f"{text} is in notes.txt."),
         Turn("user", f"Thank you. What is {text}?"),
