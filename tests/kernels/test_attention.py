@@ -168,6 +168,19 @@ def test_index_logits_are_exact(share: int, seed: int) -> None:
     assert torch.equal(kept.double(), torch.where(seen, expected, 7.0))
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_index_logits_of_every_third_query_are_the_same_bits(rank: int, seed: int) -> None:
+    """What ranks that share the queries rely on; their rows are views into what belongs to all queries."""
+    problem = draw_index(seed, [150, 3, 70, 128, 0, 64, 90], max_len=150, exact=False)
+    q8, cache, weight, lengths, tables, most = problem.args()
+    mine = slice(rank, None, 3)
+    share = (q8[mine].contiguous(), cache, weight[mine], lengths[mine].contiguous(), tables[mine], most)
+    out = [torch.full((rows, most), float("nan")) for rows in (len(q8), len(share[0]))]
+    whole = call(logits_of_share, 1, True, out[0], *problem.args())
+    found = call(logits_of_share, 2, True, out[1], *share)
+    assert torch.equal(found.view(torch.int32), whole[mine].contiguous().view(torch.int32))
+
+
 def logits_of_share(share: int, clean: bool, out: Tensor, *args: Tensor) -> Tensor:
     """Return `index_logits` with a given number of pages a block, lengths as a column."""
     q8, cache, weight, lengths, *rest = args

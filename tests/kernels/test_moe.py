@@ -149,6 +149,21 @@ def test_layer_is_that_of_the_reference(tile: tuple, arithmetic: str) -> None:
     assert relative_error(found, expected) < MOE_AGAINST_REFERENCE[arithmetic]
 
 
+@pytest.mark.parametrize("arithmetic", ["w4a8", "w4a16"])
+@pytest.mark.parametrize("tile", [TILES["few, wide"], TILES["many"]], ids=["few, wide", "many"])
+def test_a_token_of_nan_stays_alone(tile: tuple, arithmetic: str) -> None:
+    """As a padded token of a captured graph may be; it shares experts, and so tiles, with the others."""
+    w13, w2 = random_experts(2, hidden=256, intermediate=128)
+    x = torch.randn(3, 256).bfloat16()
+    weights, ids = random_routing(3, 2, 2)
+    options = {"arithmetic": arithmetic, "limit": 2.0}
+    whole = call(layer, x, w13, w2, weights, ids, options, tile)
+    x[1], weights[1] = torch.nan, torch.nan
+    found = call(layer, x, w13, w2, weights, ids, options, tile)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], whole[[0, 2]])
+
+
 def test_no_token_and_a_token_of_skipped_pairs() -> None:
     w13, w2 = random_experts(2, hidden=256, intermediate=128)
     ids = torch.full((2, 2), -1, dtype=torch.int32)

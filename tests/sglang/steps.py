@@ -73,7 +73,6 @@ def attention_backend(
     lengths: torch.Tensor,
     c4: torch.Tensor,
     c128: torch.Tensor,
-    slots: torch.Tensor | None = None,
 ) -> Any:
     """Return the stock backend with just the state that its forward reads.
 
@@ -83,13 +82,12 @@ def attention_backend(
         lengths: [T] int32, how many of them count.
         c4: [T, 512] int32, places in the pool of ratio 4, of which 150 count.
         c128: [T, 64] int32, places in the pool of ratio 128, of which 4 count.
-        slots: [T], where keys of the step go; 0 for a padded token, which none is by default.
     """
     tokens, integers = len(window), {"device": torch.device("cpu"), "dtype": torch.int32}
     core = backend_module.DSV4AttnMetadata(
         page_size=256,
         page_table=torch.zeros(tokens, 4, **integers),
-        raw_out_loc=torch.arange(256, 256 + tokens) if slots is None else slots,
+        raw_out_loc=torch.zeros(tokens, **integers),
         cuda_int32_kwargs=integers,
         seq_lens_casual=torch.full((tokens,), 600, **integers),
         positions_casual=torch.full((tokens,), 599, **integers),

@@ -47,9 +47,9 @@ class _Step:
         c4 = torch.full((_TOKENS, 512), -1, dtype=torch.int32)
         c4[:_REAL, :150] = 1 + torch.randperm(1000)[: _REAL * 150].view(_REAL, 150).int()
         lengths = torch.tensor([100, 37, 1, 1, 1], dtype=torch.int32)
-        slots = torch.tensor([300, 5, 77, 0, 0])
+        self.slots = torch.tensor([300, 5, 77, 0, 0])
         c128 = torch.full((_TOKENS, 64), -1, dtype=torch.int32)
-        self.backend = attention_backend(pool, window, lengths, c4, c128, slots)
+        self.backend = attention_backend(pool, window, lengths, c4, c128)
         self.q = torch.randn(_TOKENS, _HEADS, 512).to(torch.bfloat16)
         self.sink = torch.randn(_HEADS)
         self.given = self.q
@@ -69,7 +69,7 @@ class _Step:
             k=q,
             v=q,
             layer=SimpleNamespace(layer_id=_LAYER, tp_q_head_num=heads, v_head_dim=512),
-            forward_batch=SimpleNamespace(forward_mode=ForwardMode.DECODE),
+            forward_batch=SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=self.slots),
             compress_ratio=_RATIO,
             save_kv_cache=False,
             attn_sink=sink,
@@ -113,14 +113,13 @@ def test_heads_taken_by_rank_are_padding(step: _Step, rank: int) -> None:
 
 
 def test_a_step_of_padding_only_is_a_warm_up(step: _Step) -> None:
-    step.backend.forward_metadata.core_attn_metadata.raw_out_loc.zero_()
+    step.slots.zero_()
     assert not step.run(_POISONED, 0, 1)[:_REAL].isnan().any()
 
 
-def test_tokens_beyond_the_slots_are_padding(step: _Step) -> None:
-    """As SGLang itself completes metadata that has fewer rows than the queries."""
+def test_steps_that_share_a_buffer_of_slots(step: _Step) -> None:
+    """Then each step's part is in its metadata; rows that are missing there are padding, as SGLang has it."""
     core = step.backend.forward_metadata.core_attn_metadata
-    core.raw_out_loc = core.raw_out_loc[:_REAL]
+    core.raw_out_loc, step.slots = step.slots[:_REAL], torch.ones(2 * _TOKENS)
     step.run(_POISONED, 0, 1)
-    assert step.given.isnan().flatten(1).any(1).tolist() == [True] * _TOKENS
     assert step.given[:, :_HEADS].isnan().flatten(1).any(1).tolist() == [False] * _REAL + [True] * 2

@@ -107,8 +107,11 @@ def poison(stock: Any, module: ModuleType) -> Callable[..., Tensor]:
         **others: Any,
     ) -> Tensor:
         q[:, layer.tp_q_head_num :] = torch.nan
-        padded = _padded_tokens(self.forward_metadata.core_attn_metadata.raw_out_loc, len(q))
-        q.masked_fill_(padded[:, None, None], torch.nan)
+        slots = forward_batch.out_cache_loc
+        if len(slots) != len(q):
+            # Steps of a draft share one buffer; each has its part of it here.
+            slots = self.forward_metadata.core_attn_metadata.raw_out_loc
+        q.masked_fill_(_padded_tokens(slots, len(q))[:, None, None], torch.nan)
         out: Tensor = stock(
             self,
             q,
