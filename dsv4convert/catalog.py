@@ -192,6 +192,7 @@ CATALOG: Mapping[str, Kind] = {
     "probe.differs": Kind("error", "A sublayer's output or choice is not the reference's, though it depends on no repacked weight.", "`dsv4convert converted DST --reference SRC --read-data` names the tensor; convert again"),
     "probe.error-limit": Kind("error", "A sublayer's output is further from the reference than repacked experts explain.", "`dsv4convert converted DST --reference SRC --read-data` names the tensor; convert again"),
     "golden.not-json": Kind("error", "The file is not a golden file of a known version.", "make one with `dsv4convert probe DST --prompt TEXT --golden FILE`"),
+    "golden.pictures": Kind("error", "The pictures are not those of the golden file.", "pass the files that `dsv4convert probe` was given, in that order"),
     "golden.other": Kind("error", "The golden file is about another checkpoint.", "run `dsv4convert probe` on this checkpoint"),
     # A running server.
     "smoke.unreachable": Kind("error", "No server answers at the address, or it stopped answering.", "check address and port, and the last lines of the server's log"),

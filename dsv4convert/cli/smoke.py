@@ -17,6 +17,7 @@ from dsv4convert.errors import Exit, errors_of
 from dsv4convert.files import printable
 
 if TYPE_CHECKING:
+    from dsv4convert.smoke.answers import Picture
     from dsv4convert.smoke.checks import Outcome, Suite
     from dsv4convert.smoke.suite import Smoke
 
@@ -64,6 +65,14 @@ def bypass_proxy(url: str) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Compare with the tokens that `probe` wrote there.",
+)
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    metavar="FILE",
+    help="A picture of the golden prompt; repeatable, in the order of `probe --image`.",
 )
 @click.option(
     "--suite",
@@ -118,6 +127,7 @@ def smoke(
     url: str,
     api_key_file: Path | None,
     golden: Path | None,
+    images: tuple[Path, ...],
     suite: Suite,
     timeout: float,
     strict: bool,
@@ -134,6 +144,7 @@ def smoke(
 
     require_libraries((*LIBRARIES, PICTURE_LIBRARY) if suite == "vision" else ())
     bypass_proxy(url)
+    known = _golden(golden)
     chosen = Terms(
         suite=suite,
         choice=terms["tool_choice"],
@@ -142,7 +153,8 @@ def smoke(
         random_weights=terms["random_weights"],
         accept_length=terms["min_accept_length"],
         accept_rate=terms["min_accept_rate"],
-        golden=_golden(golden),
+        golden=known,
+        shown=_shown(images, known),
         number=secrets.randbelow(1 << 24),
     )
     key = read_key_file(api_key_file)
@@ -164,6 +176,14 @@ def _golden(path: Path | None) -> dict[str, Any] | None:
     from dsv4convert.golden import read_golden
 
     return read_golden(path) if path else None
+
+
+def _shown(images: tuple[Path, ...], golden: dict[str, Any] | None) -> tuple[Picture, ...]:
+    from dsv4convert.smoke.shown import read_shown
+
+    if images and golden is None:
+        raise click.UsageError("--image needs --golden: it gives the pictures of the golden prompt")
+    return read_shown(images, golden) if images and golden else ()
 
 
 def _line(outcome: Outcome) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from dsv4convert.errors import Finding, errors_of
+from dsv4convert.smoke.answers import Picture
 from dsv4convert.smoke.protocols import Chat, Messages, Responses, Speaker, speakers
 from dsv4convert.smoke.server import Server
 
@@ -40,6 +41,7 @@ class Terms:
         accept_length: Tokens per step that a draft must bring; None for the default where it can be judged.
         accept_rate: Share of guesses that must be right; None as above.
         golden: Content of a golden file.
+        shown: The pictures of its prompt, in order; none if they were not given.
         pictures: Numbers of pictures in one request.
         number: Changes from run to run, so that no cache holds what stands for "new" in a check.
     """
@@ -53,6 +55,7 @@ class Terms:
     accept_length: float | None = None
     accept_rate: float | None = None
     golden: Mapping[str, Any] | None = None
+    shown: tuple[Picture, ...] = ()
     pictures: tuple[int, ...] = (1, 2, 8, 48, 96)
     number: int = 0
 

@@ -143,6 +143,7 @@ def _swap(stage: Stage) -> Result:
             finding("smoke.picture-mixed", where, problem, expected=expected, found=f"{moved:.2g}")
         )
     facts = {
+        "number": scene.terms.number,
         "picture_starts_at": asked["blue"][1].blocks[0].start,
         "cached": {colour: [_from_cache(answer) for answer in both] for colour, both in answers.items()},
         "nats_between_pictures": _shown(moved),

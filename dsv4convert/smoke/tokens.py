@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, Final
 
 from dsv4convert.errors import Finding, finding
-from dsv4convert.smoke.answers import Turn, count_at, pick
-from dsv4convert.smoke.checks import ACCEPT_LENGTH, ACCEPT_RATE, Check, Result, Scene
+from dsv4convert.smoke.answers import count_at, pick
+from dsv4convert.smoke.checks import ACCEPT_LENGTH, ACCEPT_RATE, EVERY, Check, Result, Scene
 from dsv4convert.smoke.native import generate
+from dsv4convert.smoke.shown import golden_length, golden_turns, unshown
 from dsv4convert.smoke.ties import agree, compare
 
 #: After so many wrong tokens the rest is not asked for any more.
@@ -34,9 +35,9 @@ def checks(scene: Scene) -> Iterator[Check]:
         f"for the ids of the golden file the server picks the golden token, or one that is at most {bound} "
         "less probable there; after a difference it goes on from the golden token"
     )
-    yield Check("tokens.ids", ids, partial(_golden_ids, scene))
+    yield Check("tokens.ids", ids, partial(_golden_ids, scene), EVERY)
     text = "as a chat, the golden text has the golden number of tokens and gets the golden answer"
-    yield Check("tokens.text", f"{text}, but for ties within {bound}", partial(_golden_text, scene))
+    yield Check("tokens.text", f"{text}, but for ties within {bound}", partial(_golden_text, scene), EVERY)
     asserts = "tokens per step and the share of guesses that were right are those of a draft that works"
     yield Check("dspark", asserts, partial(_acceptance, scene))
 
@@ -45,16 +46,20 @@ def _golden_ids(scene: Scene) -> Result:
     golden = scene.terms.golden
     if golden is None:
         return Result(skipped="no golden file was given: `dsv4convert probe` makes one")
+    if reason := unshown(scene):
+        return Result(skipped=reason)
     steps, prompt = golden["steps"], golden["prompt"]["ids"]
+    whole = golden_length(golden)
     expected = [step["token"] for step in steps]
     findings: list[Finding] = []
     ties, at = 0, 0
     while at < len(steps) and len(findings) < _WRONG:
         start = at
-        answer = generate(scene.server, [*prompt, *expected[:at]], len(steps) - at)
-        if answer.prompt_tokens != len(prompt) + at:
+        ids, left = [*prompt, *expected[:at]], len(steps) - at
+        answer = generate(scene.server, ids, left, pictures=scene.terms.shown)
+        if answer.prompt_tokens != whole + at:
             problem, found = "the prompt was given as ids and is counted otherwise", f"{answer.prompt_tokens}"
-            count = f"{len(prompt) + at}"
+            count = f"{whole + at}"
             findings.append(finding("smoke.usage", "tokens.ids", problem, expected=count, found=found))
         at += agree(answer.ids, expected[at:])
         if at == len(steps):
@@ -89,6 +94,8 @@ def _golden_text(scene: Scene) -> Result:
     golden = scene.terms.golden
     if golden is None:
         return Result(skipped="no golden file was given: `dsv4convert probe` makes one")
+    if reason := unshown(scene):
+        return Result(skipped=reason)
     prompt = golden["prompt"]
     if not prompt["chat"] or prompt["text"] is None or golden["text"] is None:
         return Result(
@@ -97,12 +104,16 @@ def _golden_text(scene: Scene) -> Result:
     expected = golden["text"].partition(_END)[0]
     if _MARK in expected:
         return Result(skipped="the golden answer holds a special token, which a chat does not show")
-    turns, tokens = (Turn("user", prompt["text"]),), len(golden["steps"])
+    turns, tokens = golden_turns(golden, scene.terms.shown), len(golden["steps"])
+    if turns is None:
+        return Result(
+            skipped="the golden text joins its pictures otherwise than a chat does, by a blank line"
+        )
     answer = scene.chat.ask(turns, tokens)
     findings = []
-    if answer.prompt_tokens != len(prompt["ids"]):
+    if answer.prompt_tokens != golden_length(golden):
         problem = "the chat template of the server makes another number of tokens of the prompt"
-        count, found = f"{len(prompt['ids'])}", f"{answer.prompt_tokens}"
+        count, found = f"{golden_length(golden)}", f"{answer.prompt_tokens}"
         findings.append(finding("smoke.template", "tokens.text", problem, expected=count, found=found))
     trace = () if answer.text == expected else scene.chat.trace(turns, tokens)
     verdict = compare(expected, answer.text, trace, scene.terms.tie)
