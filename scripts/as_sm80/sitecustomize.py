@@ -42,7 +42,7 @@ def _nvcc(module: ModuleType) -> None:
     module.compile_cuda = compile_cuda  # type: ignore[attr-defined]
 
 
-def _hyper_connections(module: ModuleType) -> None:
+def _without_dependent_launch(module: ModuleType) -> None:
     module.is_arch_support_pdl = lambda: False  # type: ignore[attr-defined]
 
 
@@ -50,7 +50,9 @@ def _hyper_connections(module: ModuleType) -> None:
 _AFTER: Mapping[str, Callable[[ModuleType], None]] = {
     "sglang.srt.model_executor.model_runner": _triton,
     "tilelang.contrib.nvcc": _nvcc,
-    "sglang.kernels.ops.layernorm.mhc": _hyper_connections,
+    "sglang.kernels.ops.layernorm.mhc": _without_dependent_launch,
+    "sglang.kernels.ops.layernorm.elementwise": _without_dependent_launch,
+    "sglang.jit_kernel.moe_fused_gate": _without_dependent_launch,
 }
 
 
