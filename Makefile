@@ -95,6 +95,8 @@ $(VENV_SGLANG)/.ready: constraints/sglang.txt
 
 test-sglang: $(VENV_SGLANG)/.ready
 	$(PY_SGLANG) -m pytest -c tests/sglang/pytest.ini --rootdir . --confcutdir tests/sglang tests/sglang
+	# A process sees pictures or it does not, so that these tests are two runs.
+	DSV4_TEST_PICTURES=1 $(PY_SGLANG) -m pytest -c tests/sglang/pytest.ini --rootdir . --confcutdir tests/sglang tests/sglang
 
 style: $(VENV)/.tools
 	$(PY) -m ruff check --fix-only

@@ -127,10 +127,15 @@ def patches_page() -> str:
         "| id | module | attribute | kind | without it |",
         "|---|---|---|---|---|",
     ]
-    for patch in contract.PATCHES:
-        switched = f" `{patch.switch}`" if patch.switch else ""
-        cells = (f"{patch.id}{switched}", f"`{patch.module}`", f"`{patch.attribute}`", patch.kind, patch.why)
-        lines.append(f"| {' | '.join(cells)} |")
+    lines += map(_patch_row, contract.PATCHES)
+    lines += [
+        "",
+        "Besides these, when the checkpoint has a vision tower ([serving](serving.md#vision-exp)):",
+        "",
+        "| id | module | attribute | kind | without it |",
+        "|---|---|---|---|---|",
+    ]
+    lines += map(_patch_row, contract.PICTURE_PATCHES)
     lines += [
         "",
         "## Environment",
@@ -139,6 +144,8 @@ def patches_page() -> str:
     ]
     lines += ["", "| variable | value |", "|---|---|"]
     lines += [f"| `{name}` | `{value}` |" for name, value in contract.environment(MOE_BACKENDS[0]).items()]
+    lines += ["", "Only with a vision tower; refused without one:", "", "| variable | value |", "|---|---|"]
+    lines += [f"| `{name}` | `{value}` |" for name, value in contract.PICTURES.items()]
     lines += ["", "## Files", "", "Below the package `sglang`; each is compared before anything is replaced."]
     lines += [
         "",
@@ -149,6 +156,12 @@ def patches_page() -> str:
     ]
     lines += [f"| `{name}` | `{digest}` |" for name, digest in contract.HASHES.items()]
     return "\n".join(lines) + "\n"
+
+
+def _patch_row(patch: contract.Patch) -> str:
+    switched = f" `{patch.switch}`" if patch.switch else ""
+    cells = (f"{patch.id}{switched}", f"`{patch.module}`", f"`{patch.attribute}`", patch.kind, patch.why)
+    return f"| {' | '.join(cells)} |"
 
 
 def pages() -> Mapping[str, str]:

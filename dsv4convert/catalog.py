@@ -130,6 +130,7 @@ CATALOG: Mapping[str, Kind] = {
     "serve.environment": Kind("error", "An environment variable contradicts what the server needs.", "unset it and run the command again"),
     "serve.poison": Kind("warning", "The server would run with a switch that is for tests only.", "unset `DSV4_SM80_POISON`, unless you test that padding does not reach the answers"),
     "serve.exposed": Kind("error", "The server would be reachable from other machines without a key.", "make one with `dsv4convert keygen FILE` and pass `--api-key-file FILE`, or listen on 127.0.0.1"),
+    "serve.pictures": Kind("error", "An option of the server cannot be combined with pictures.", "change the option that the message names; `docs/serving.md` has a section about Vision-Exp"),
     "serve.died": Kind("error", "The server ended by itself.", "read the last lines of the log; they are shown above"),
     "serve.timeout": Kind("error", "The server was not ready in time.", "read the last lines of the log; a first start compiles kernels: pass a larger `--ready-timeout`"),
     "serve.guard": Kind("error", "The server came up, but not as the shim requires, and was ended.", "run `preflight`; if it finds nothing, report the log"),
@@ -241,6 +242,7 @@ CATALOG: Mapping[str, Kind] = {
     "shim.fp8": Kind("error", "A model has an FP8 parameter, which SM80 cannot compute with.", "serve a checkpoint made by `dsv4convert convert`, with the skip list of `config.json` that it wrote"),
     "shim.experts": Kind("error", "Routed experts run in another class of SGLang than the backend's.", "start SGLang with quantization `fp8` and MoE runner backend `marlin` (`humming` for Humming)"),
     "shim.unfilled": Kind("error", "A parameter was not filled from the checkpoint.", "check the checkpoint: `dsv4convert converted DST`"),
+    "shim.vision": Kind("error", "The vision tower of the checkpoint would not be served as it must be.", "start the server with `dsv4convert serve`, which points SGLang at the classes that see; the log above may hold `Ignore import error`"),
     # The machine.
     "cli.usage": Kind("error", "The options or arguments of a command are not right.", "`--help` lists them"),
     "io.read": Kind("error", "Reading failed.", "check the disk or the network file system, then run the same command again"),

@@ -172,6 +172,10 @@ def request_state_bytes(g: Geometry, concurrency: int, draft: bool) -> int:
     return rows * _state_row(128, g.head_dim) * g.ratios.count(128)
 
 
+def _window_tokens(tokens: int) -> int:
+    return int(tokens * _WINDOW_SHARE) // _PAGE * _PAGE
+
+
 def pool_bytes(
     g: Geometry, positions: Positions, tokens: int, context: int, concurrency: int, draft: bool
 ) -> dict[str, int]:
@@ -186,7 +190,7 @@ def pool_bytes(
         draft: A draft is loaded; its layers have a window pool of their own.
     """
     kv, c4, c128 = 2 * g.head_dim, g.ratios.count(4), g.ratios.count(128)
-    window_tokens = int(tokens * _WINDOW_SHARE) // _PAGE * _PAGE
+    window_tokens = _window_tokens(tokens)
     ring = _RING[4][draft]
     rows4 = ceil_div(window_tokens // positions.window * ring + ring + 1, 4) * 4
 
@@ -262,6 +266,11 @@ class GpuMemory:
         """Bytes left for CUDA graphs, activations and pictures; negative when the weights do not fit."""
         taken = self.weights.target + self.weights.draft + self.tables + sum(self.pools.values())
         return self.demand.card_bytes - RUNTIME_BYTES - taken
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens whose uncompressed keys the window pool holds, in whole pages."""
+        return _window_tokens(self.tokens)
 
     @property
     def needed(self) -> int:

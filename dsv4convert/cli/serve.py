@@ -76,6 +76,19 @@ _LAUNCH_OPTIONS = (
         help="In a long prefill, let each GPU select keys for its share of the tokens only.",
     ),
     click.option(
+        "--limit-images",
+        type=click.IntRange(1, 10_000),
+        metavar="N",
+        default=96,
+        show_default=True,
+        help="Pictures of a request, for Vision-Exp.",
+    ),
+    click.option(
+        "--whole-prompts",
+        is_flag=True,
+        help="Prefill every prompt in one step and keep no prefixes; limits the context.",
+    ),
+    click.option(
         "--allow-arch",
         type=click.IntRange(80, 200),
         multiple=True,
@@ -102,6 +115,8 @@ def _launch_options(function: Callable[..., None]) -> Callable[..., None]:
         mem_fraction_static: float,
         moe_backend: str,
         parallel_indexer: bool,
+        limit_images: int,
+        whole_prompts: bool,
         allow_arch: tuple[int, ...],
         extra: tuple[str, ...] = (),
         **rest: Any,
@@ -111,7 +126,7 @@ def _launch_options(function: Callable[..., None]) -> Callable[..., None]:
         _require_own(extra)
         demand = Demand(context, concurrency, mem_fraction_static, draft=dspark)
         server = dst, tp, dspark, host, port, api_key_file, demand
-        launch = Launch(*server, moe_backend, extra, parallel_indexer)
+        launch = Launch(*server, moe_backend, extra, parallel_indexer, limit_images, whole_prompts)
         function(*args, launch=launch, arch=(80, *allow_arch), **rest)
 
     wrapped: Callable[..., None] = wrapper
@@ -246,13 +261,14 @@ def serve(
 
 def _start(launch: Launch, found: Preflight) -> tuple[list[str], dict[str, str]]:
     """Return the command of the server and the variables that are set for it."""
-    from dsv4convert.runtime.launch import arguments, chunk_size, command, variables
+    from dsv4convert.runtime.launch import arguments, command, variables
+    from dsv4convert.runtime.preflight import prefill_steps
 
     if found.budget is None:
         raise Refused(found.findings)
-    context, left = found.budget.context, found.budget.left
-    sglang = arguments(launch, name=found.name, context=context, chunk=chunk_size(context, left))
-    return command(launch, sglang), variables(launch, os.environ)
+    steps, pictures = prefill_steps(launch, found.budget)._asdict(), found.pictures
+    sglang = arguments(launch, name=found.name, **steps, pictures=pictures)
+    return command(launch, sglang), variables(launch, os.environ, pictures=pictures)
 
 
 def _show_command(shell: Shell, launch: Launch, found: Preflight) -> None:
@@ -299,7 +315,7 @@ def _run(
     except OSError as error:
         problem = f"the log cannot be written: {error.strerror}"
         raise EnvironmentFault(finding("io.write", os.fspath(log_file), problem)) from None
-    guards = Guards(launch.tp, launch.dspark, launch.backend)
+    guards = Guards(launch.tp, launch.dspark, launch.backend, found.pictures)
     model = value_of(launch.extra, "--served-model-name") or found.name
 
     def ready(seconds: float) -> None:

@@ -38,24 +38,39 @@ HASHES: Final[Mapping[str, str]] = {
     "jit_kernel/csrc/deepseek_v4/topk_v1.cuh": "a34aa27a1cbe752e59a7f6274cdba0486c6b68b7b4b15f384d5ecb7f3a9efed0",
     "jit_kernel/dsv4/compress.py": "a49bdf2b32e34da75ed665fcf7ebe7d7143a7d25cdb1e94192e8512d226597bb",
     "jit_kernel/include/sgl_kernel/deepseek_v4/compress_v2.cuh": "a3d2a13e2ffa149ee5ef8cc4d787bd52f9057cd6e2f0017d4c846b40db4bcf92",
+    "kernels/ops/attention/dsv4_attn_metadata_kernels.py": "4276de2afa328739ddcbecf7d8a48f273fddfa8d8a029e7024b82e7dacb91969",
     "kernels/ops/attention/flash_mla_sm120.py": "560837536f54bb7a38caed26e5967650ed0a13b73e3065e9e5584eb2ad34d799",
     "srt/arg_groups/overrides.py": "a897f4787c5d6c6c01be71dee42b5322dcb6cdf1efeb981f0d4f2efa026a5e9e",
+    "srt/configs/model_config.py": "60f37ccb03682c20d6a64670a9e8ff27630d76017c49ee1ab348004bdd0fd7ff",
     "srt/entrypoints/engine.py": "3fc01012d5e06050767573a31ea6a5b07447e88136d23cb7fd8454743dac1db4",
     "srt/entrypoints/http_server.py": "5cdce94aaf3a446ac43e5a8e46961cbafdca9de7f0234404d285ed47ef5274d6",
+    "srt/entrypoints/openai/encoding_dsv4.py": "012e4dc254c4046f600674eaa799d59dffe5e4a46450da7b4629cf16706fc6c3",
+    "srt/entrypoints/openai/serving_chat.py": "fe39d9a4bd9a347abdfe2c6e62bf509768d23f0764b275e2dfc18c849b9c6b32",
     "srt/layers/attention/deepseek_v4_backend.py": "57e6a41f005e4f28a12394addb028cb4777b0f05026a8cbcefc0319527f74ea7",
     "srt/layers/attention/dsv4/compressor_v2.py": "b16467043e68a467d115ad6517ea3e69eb14d4f682973b45b5264fc8016a01e2",
     "srt/layers/attention/dsv4/indexer.py": "278e2e1eaa8a04f40ead90a35f8d9e926b1f86ffc502c906da7d97f9520f044a",
     "srt/layers/attention/dsv4/metadata.py": "b3db5764cf8dd4d34cf7fa4df8d6a98ff3a2e3dcb116eb210694384be67de7ac",
     "srt/layers/moe/fused_moe_triton/layer.py": "1aa9a454a3726476a6c52e8b2c28a2e0d1907d460c132b4c41cf481ad8a5884c",
+    "srt/layers/moe/hash_topk.py": "d13b6f54f1bbb5498dcc50c3b8f8116eb57bb3b70dfdf2cea923f18fed26ddd0",
+    "srt/layers/moe/topk.py": "8181725ad238ee6f8610044d01ca30267a1306546dfd7ea97b15a7810c5fdef3",
     "srt/layers/quantization/fp8.py": "2731f589488532ba47d9921d01a8e96264162571cfcc8ebe2fc5585454456485",
     "srt/layers/quantization/mxfp4_flashinfer_trtllm_moe.py": "ea026b850917a80598c58143f12a3785d4763237653d90338c1d90aaae72d65e",
     "srt/layers/quantization/mxfp4_marlin_moe.py": "c3db87b2a500b9500b4056d768ee2ae4e454ce4b6be58d34939b307d18d72fcb",
+    "srt/managers/mm_utils.py": "4eabea66a9bf08b56e070332fd08b70e492e9dbc7c63af4b8cf0a8921144c63a",
+    "srt/managers/multimodal_processor.py": "ab6c7d37be861461f4b57771b9d24ad1e1e616cd1f0575448b633c2c8f12e37a",
+    "srt/managers/schedule_batch.py": "27e20908294c9d76d0a8ae1199ecac4379232532878013404a8b4fb08842ac43",
+    "srt/managers/schedule_policy.py": "d8a5cc9435ef5e946ef6f050d75bb01e2dd50e05a912ac6366bb4134bf66e9ab",
+    "srt/managers/scheduler.py": "159837693ec244d2dfb482d5788b8f4fa934c780505609c90a728939abe89815",
+    "srt/managers/tokenizer_manager.py": "4646904f0da00d4810db3e08b90d0dee41d8ecf317c68e99ad8ca727fa96deb8",
     "srt/mem_cache/deepseek_v4_memory_pool.py": "cda2e39ff538f5bed654fdf038c2249ddb95c13e5c4784be9ea4dec43dd4aa31",
     "srt/mem_cache/kv_cache_configurator.py": "0a3810ce07fe9d73f2c091c595c81a6b9db130cbe3230439a79cfc7eac195c78",
     "srt/model_executor/pool_configurator.py": "eef3dcb9af3f861118311d8ad2a291df2f687b026399031ca423a8c24f37ed24",
+    "srt/models/deepseek_v2.py": "47709951b15d7ac494c25f079a242c17375a8ee01007c829ea0c9ab604794689",
     "srt/models/deepseek_v4.py": "cbf7f358cb173ca07019554a8a37474fd5416c20c493870d9917734b29399870",
     "srt/models/deepseek_v4_dspark.py": "d9e03e950ed8b75f18e38eb17843c7ff57e6d2bb0a335cbcb8da5c06a0335779",
     "srt/models/deepseek_v4_nextn.py": "4f6bf95a011be0ff4a278d8eac0952f570d6eb3e2d292571a93627f8fe2016e9",
+    "srt/models/registry.py": "3c5b4e87c5943147c28cb5b68e187cdf8f8f9d880c42f1f6941fce99fe757e41",
+    "srt/multimodal/processors/base_processor.py": "5b05a9be3d54c539e0fde4272b2d2dbc2f2c1450b6c19eca1b1c4862eeff55b5",
     "srt/server_args.py": "e04556de6d99ba8a76b91fffa49aa70ea9d65cd99f09d0da5d4cfe1228e28500",
     "srt/utils/auth.py": "016734a0263cbc2bd6657481ab11535f1cac073efb7eed4bcdbf66f81dfd3ef7",
     "srt/utils/msgspec_utils.py": "488b2a3fd0bb582d6a89c7fee668a0fc0731b8447b013b6998cd510f0dc2f1ff",
@@ -94,6 +109,8 @@ _INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 _TARGET = "sglang.srt.models.deepseek_v4"
 _NEXTN = "sglang.srt.models.deepseek_v4_nextn"
 _DSPARK = "sglang.srt.models.deepseek_v4_dspark"
+_REQUEST = "sglang.srt.managers.schedule_batch"
+_ADDER = "sglang.srt.managers.schedule_policy"
 _BUILD = ("self", "config", "quant_config", "prefix")
 
 # fmt: off
@@ -155,6 +172,25 @@ PATCHES: Final[tuple[Patch, ...]] = (
     Patch("S3", "sglang.srt.utils.auth", "add_api_key_middleware", ("app", "api_key", "admin_api_key"),
           "secret:key_check", "wrap", "with Starlette before 1.0.1 a Host header like `x/health?` passes without a key"),
 )
+# In force when `settings.sees_pictures`, besides those above. Text requests pass through them as they are.
+PICTURE_PATCHES: Final[tuple[Patch, ...]] = (
+    Patch("V1", _BACKEND, "DeepseekV4AttnBackend._build_forward_metadata",
+          ("self", "forward_batch", "max_seq_len_override", "use_prefill_cuda_graph"), "window:widen", "wrap",
+          "positions of a picture would not see what follows them in it"),
+    Patch("V2", "sglang.srt.entrypoints.openai.serving_chat", "OpenAIServingChat._apply_jinja_template",
+          ("self", "request", "tools", "is_multimodal"), "chat:with_pictures", "wrap",
+          "pictures of a chat are dropped without a word, and every prompt is empty"),
+    # A prefill must not stop inside a picture, and a cached prefix must not end there.
+    Patch("V3", _REQUEST, "Req.init_next_round_input", ("self", "tree_cache", "cow_mamba"), "whole:match_prefix", "wrap",
+          "a cached prefix could end inside a picture"),
+    Patch("V3b", _REQUEST, "Req._compute_max_prefix_len", ("self", "input_len"), "whole:longest_prefix", "wrap",
+          "V3 could not shorten a cached prefix"),
+    Patch("V4", _REQUEST, "Req.set_extend_range", ("self", "start", "end"), "whole:end_of_step", "wrap",
+          "a prefill step could stop inside a picture"),
+    Patch("V4b", _ADDER, "PrefillAdder.add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size"),
+          "whole:admit", "wrap", "a step too short for a picture would make no progress"),
+    Patch("V4c", _ADDER, "PrefillAdder.add_chunked_req", ("self", "req"), "whole:go_on", "wrap", "as V4b"),
+)
 # fmt: on
 
 #: Variable -> value that SM80 needs; read by SGLang when its modules are imported. Set unless already set.
@@ -176,6 +212,15 @@ _SGLANG: Final[Mapping[str, str]] = {
 }
 
 
+#: SGLang's own way to a model class, a processor and a multimodal architecture of somebody else.
+PICTURES: Final[Mapping[str, str]] = {
+    settings.MODEL_PACKAGE: settings.MODELS,
+    "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "dsv4convert.runtime.vision.processors",
+    # The architecture of text checkpoints too, so that these variables must not be set for them.
+    "SGLANG_EXTERNAL_MM_MODEL_ARCH": "DeepseekV4ForCausalLM",
+}
+
+
 def environment(backend: str, *, parallel_indexer: bool = False) -> dict[str, str]:
     """Return every variable that a process which serves needs.
 
@@ -194,7 +239,8 @@ def wanted() -> tuple[Patch, ...]:
         Refused: a switch is neither on nor off.
     """
     on = (None, *settings.switched_on())
-    return tuple(patch for patch in PATCHES if patch.switch in on)
+    pictures = PICTURE_PATCHES if settings.sees_pictures() else ()
+    return (*(patch for patch in PATCHES if patch.switch in on), *pictures)
 
 
 def status() -> dict[str, Any]:

@@ -36,14 +36,15 @@ class Guards:
         tp: Ranks, each of which has to speak.
         dspark: A draft is loaded beside the target.
         backend: Backend of the routed experts.
+        pictures: The target has a vision tower.
 
     Attributes:
         is_up: SGLang has said that it is ready.
         lines: Lines of the shim, from its first word on.
     """
 
-    def __init__(self, tp: int, dspark: bool, backend: str) -> None:
-        self._tp, self._backend = tp, backend
+    def __init__(self, tp: int, dspark: bool, backend: str, pictures: bool = False) -> None:
+        self._tp, self._backend, self._pictures = tp, backend, pictures
         self._ranks: dict[str, set[str]] = {TARGET: set(), **({DSPARK: set()} if dspark else {})}
         self._processes = 0
         self._failed: list[str] = []
@@ -78,6 +79,8 @@ class Guards:
             yield "parameters were quantized to FP8"
         if facts.get("experts", "").partition("/")[0] != self._backend:
             yield f"routed experts do not run on the backend `{self._backend}`"
+        if self._pictures and facts.get("model") == TARGET and facts.get("pictures", "0") == "0":
+            yield "the model has no vision tower, so that pictures would be ignored"
         if facts.get("main_proj", "bfloat16") != "bfloat16":
             yield "the draft's main_proj is not BF16, so that drafts would hardly ever be accepted"
 

@@ -7,6 +7,7 @@ of them can be given a second time. Names and choices: ``sglang/srt/server_args.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +27,10 @@ _RUNNER: Final = {"ours": "marlin", "marlin": "marlin", "humming": "humming"}
 
 #: SGLang's own default for cards below 90 GB, and what it must be a multiple of.
 LARGEST_CHUNK, PAGE = 8192, 256
+#: Pictures of a request: 96 of the largest take 37,000 tokens, and 370 MB of shared memory on their way.
+LIMIT_IMAGES: Final = 96
 #: Share of the memory left beside weights and pools that indexer scores of one chunk may take.
-_SCORES_SHARE = 1 / 4
+SCORES_SHARE: Final = 1 / 4
 
 #: Arguments that `serve` sets or that change what the budget and the key rest on -> what to do instead.
 _FIXED: Final = "fixed by the SM80 runtime"
@@ -170,6 +173,8 @@ class Launch:
         backend: One of `settings.MOE_BACKENDS`.
         extra: Further arguments of SGLang.
         parallel_indexer: Split the index queries of a long prefill between the ranks.
+        limit_images: Pictures of a request, for a checkpoint with a vision tower.
+        whole_prompts: Prefill every prompt in one step, and keep no prefixes.
     """
 
     root: Path
@@ -182,6 +187,8 @@ class Launch:
     backend: str = OURS
     extra: tuple[str, ...] = ()
     parallel_indexer: bool = False
+    limit_images: int = LIMIT_IMAGES
+    whole_prompts: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -240,21 +247,22 @@ def chunk_size(context: int, left: int) -> int:
         context: Longest request in tokens.
         left: Bytes of a card that weights and pools leave free.
     """
-    rows = int(_SCORES_SHARE * left) // max(1, context)
+    rows = int(SCORES_SHARE * left) // max(1, context)
     size = LARGEST_CHUNK
     while size > PAGE and size > rows:
         size //= 2
     return size
 
 
-def arguments(launch: Launch, *, name: str, context: int, chunk: int) -> list[str]:
+def arguments(launch: Launch, *, name: str, context: int, chunk: int, pictures: bool = False) -> list[str]:
     """Return SGLang's arguments.
 
     Args:
         launch: What is to be served.
         name: Name of the model for clients.
         context: Longest request in tokens.
-        chunk: Tokens of a prefill step.
+        chunk: Tokens of a prefill step; -1: all of a prompt.
+        pictures: The checkpoint has a vision tower.
     """
     defaults = dict(zip(_DEFAULTS, (name, "deepseek-v4", "deepseekv4", str(chunk)), strict=True))
     pairs = {
@@ -271,8 +279,10 @@ def arguments(launch: Launch, *, name: str, context: int, chunk: int) -> list[st
         "--mem-fraction-static": f"{launch.demand.fraction:g}",
         "--max-running-requests": str(launch.demand.concurrency or REQUESTS[launch.dspark]),
         **{key: value for key, value in defaults.items() if value_of(launch.extra, key) is None},
+        **({"--limit-mm-data-per-request": json.dumps({"image": launch.limit_images})} if pictures else {}),
     }
     mode = ["--speculative-algorithm", "DSPARK"] if launch.dspark else ["--skip-server-warmup"]
+    mode += ["--disable-radix-cache"] if launch.whole_prompts else []
     return [part for pair in pairs.items() for part in pair] + mode + list(launch.extra)
 
 
@@ -282,24 +292,31 @@ def command(launch: Launch, sglang: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "dsv4convert.runtime.server", *key, "--", *sglang]
 
 
-def variables(launch: Launch, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that `serve` sets, on top of those of `base`."""
+def variables(launch: Launch, base: Mapping[str, str], *, pictures: bool = False) -> dict[str, str]:
+    """Return the environment variables that `serve` sets, on top of those of `base`.
+
+    Args:
+        launch: What is to be served.
+        base: Environment that the server would inherit.
+        pictures: The checkpoint has a vision tower.
+    """
     return {
         **launch.environment,
+        **(contract.PICTURES if pictures else {}),
         "PYTHONPATH": os.pathsep.join(_search_path(base.get("PYTHONPATH", ""))),
         **_programs(base.get("PATH", os.defpath)),
         # Lines of a dying process must not stay in its buffer.
         "PYTHONUNBUFFERED": "1",
         # Everything is in DST: a start must not wait for a hub that cannot be reached.
         "HF_HUB_OFFLINE": base.get("HF_HUB_OFFLINE", "1"),
-        **_without_chunks(launch.extra),
+        **_without_chunks(launch),
     }
 
 
-def _without_chunks(extra: Sequence[str]) -> dict[str, str]:
+def _without_chunks(launch: Launch) -> dict[str, str]:
     """Return what a server without chunked prefill needs besides."""
     # SGLang compiles its hyper-connections ahead for every chunk size up to this one, and -1 is none.
-    chunk = value_of(extra, "--chunked-prefill-size") or ""
+    chunk = value_of(launch.extra, "--chunked-prefill-size") or ("-1" if launch.whole_prompts else "")
     return {"SGLANG_DSV4_MHC_PREWARM": "0"} if chunk.startswith("-") else {}
 
 

@@ -103,16 +103,17 @@ def memory_findings(
             yield finding("gpu.busy", where, problem, expected=f"{budget.tokens:,} tokens", found=found)
 
 
-def shm_findings(tp: int) -> Iterator[Finding]:
-    """Yield a finding when the ranks have too little memory to share."""
+def shm_findings(tp: int, pictures: bool = False) -> Iterator[Finding]:
+    """Yield a finding when the ranks have too little memory to share; pictures come that way, too."""
     try:
         status = os.statvfs(SHM)
     except OSError as error:
         yield finding("host.shm", SHM, "shared memory cannot be looked at", found=str(error.strerror))
         return
     free = status.f_bavail * status.f_frsize
-    if tp > 1 and free < SHM_BYTES:
-        problem = "too little shared memory for NCCL between the ranks"
+    if (tp > 1 or pictures) and free < SHM_BYTES:
+        users = ["NCCL between the ranks"] * (tp > 1) + ["pictures on their way to the model"] * pictures
+        problem = f"too little shared memory for {' and '.join(users)}"
         yield finding("host.shm", SHM, problem, expected=f"{SHM_BYTES:,} bytes free", found=f"{free:,}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import Dsv4Error, Finding, errors_of, finding
@@ -21,8 +21,9 @@ from dsv4convert.runtime import contract, machine, settings
 from dsv4convert.runtime.installation import findings as sglang_findings
 from dsv4convert.runtime.installation import installation
 from dsv4convert.runtime.keys import look_at_key
-from dsv4convert.runtime.launch import OURS, Launch, value_of, variables
+from dsv4convert.runtime.launch import OURS, Launch, chunk_size, value_of, variables
 from dsv4convert.runtime.sight import look
+from dsv4convert.runtime.vision.options import conflicts, longest_whole_prompt
 from dsv4convert.survey import Survey, survey
 from dsv4convert.validate.structure import check_converted, facts
 
@@ -55,6 +56,7 @@ class Preflight:
         not_checked: What was not.
         name: Name of the model for clients.
         budget: Memory of a card, None when it could not be worked out.
+        pictures: The checkpoint has a vision tower.
     """
 
     subject: str
@@ -65,6 +67,7 @@ class Preflight:
     not_checked: tuple[str, ...] = _NOT_CHECKED
     name: str = "model"
     budget: GpuMemory | None = None
+    pictures: bool = False
 
     def ok(self, *, strict: bool = False) -> bool:
         """Tell whether nothing is in the way or, under `strict`, nothing was found at all."""
@@ -107,9 +110,10 @@ def preflight(launch: Launch, environ: Mapping[str, str], arch: Sequence[int] = 
         gpus = pool.submit(look, "gpus", server, _PATIENCE)
         notes = _Notes()
         seen = _check_checkpoint(launch, notes)
-        _check_options(launch, environ, notes)
+        _check_options(launch, seen, environ, notes)
         _check_sglang(modules.result(), notes)
         budget = _check_cards(launch, seen, gpus.result(), arch, notes)
+        _check_steps(launch, seen, budget, notes)
     return _result(launch, seen, budget, notes)
 
 
@@ -117,9 +121,10 @@ def check_launch(launch: Launch, environ: Mapping[str, str]) -> Preflight:
     """Check checkpoint and options only; the machine may be another one. See `preflight`."""
     notes = _Notes()
     seen = _check_checkpoint(launch, notes)
-    _check_options(launch, environ, notes)
+    _check_options(launch, seen, environ, notes)
     budget = _budget(launch, seen, launch.demand.card_bytes)
     notes.findings += budget.findings() if budget else ()
+    _check_steps(launch, seen, budget, notes)
     result = _result(launch, seen, budget, notes)
     return replace(
         result, not_checked=("machine: SGLang, shim, cards, ports; `preflight` does", *_NOT_CHECKED)
@@ -138,7 +143,13 @@ def _result(launch: Launch, seen: Survey | None, budget: GpuMemory | None, notes
         tuple(notes.checked),
         name=name,
         budget=budget,
+        pictures=has_pictures(seen),
     )
+
+
+def has_pictures(seen: Survey | None) -> bool:
+    """Tell whether a checkpoint has a vision tower."""
+    return seen is not None and seen.geometry is not None and seen.geometry.vision is not None
 
 
 # ---- the checkpoint
@@ -167,9 +178,6 @@ def _model_findings(launch: Launch, seen: Survey) -> Iterator[Finding]:
     if not is_served(seen.geometry, seen.release):
         yield finding("serve.release", where, f"{seen.title} has no runtime in this project")
         return
-    if seen.geometry.vision is not None:
-        problem = f"{seen.title} has a vision tower, and this version serves text models only"
-        yield finding("serve.release", where, problem)
     if read_positions(seen.checkpoint.config) is None:
         problem = "positions, window or rope are not described, so that no memory budget can be made"
         yield finding("config.field", "max_position_embeddings", problem)
@@ -191,7 +199,7 @@ def _model_findings(launch: Launch, seen: Survey) -> Iterator[Finding]:
 # ---- options and environment
 
 
-def _check_options(launch: Launch, environ: Mapping[str, str], notes: _Notes) -> None:
+def _check_options(launch: Launch, seen: Survey | None, environ: Mapping[str, str], notes: _Notes) -> None:
     if launch.key_file is not None:
         notes.findings += look_at_key(launch.key_file)[1]
         notes.checked.append("key: mode, owner and form of its file")
@@ -200,12 +208,17 @@ def _check_options(launch: Launch, environ: Mapping[str, str], notes: _Notes) ->
         notes.findings.append(
             finding("serve.exposed", "--host", problem, expected="`--api-key-file FILE`", found=launch.host)
         )
-    for name, wanted in launch.environment.items():
+    needed = launch.environment | dict(contract.PICTURES if has_pictures(seen) else {})
+    for name, wanted in needed.items():
         found = environ.get(name, wanted)
         if found != wanted:
             problem = "is set to a value that the shim cannot work with"
             notes.findings.append(finding("serve.environment", name, problem, expected=wanted, found=found))
-    for name, reason in _FORBIDDEN.items():
+    # SGLang would take them for every checkpoint of this architecture, with or without a tower.
+    foreign = (
+        {} if has_pictures(seen) else dict.fromkeys(contract.PICTURES, "the checkpoint has no vision tower")
+    )
+    for name, reason in (_FORBIDDEN | foreign).items():
         if environ.get(name):
             notes.findings.append(finding("serve.environment", name, reason, expected="not set"))
     notes.findings += _older_findings(launch, environ)
@@ -230,6 +243,31 @@ def _switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     if environ.get(settings.POISON, "").strip() == "1":
         problem = "fills padded heads and tokens with NaN before attention, on every rank"
         yield finding("serve.poison", settings.POISON, problem, expected="unset", found="1")
+
+
+def _check_steps(launch: Launch, seen: Survey | None, budget: GpuMemory | None, notes: _Notes) -> None:
+    """Look at the prefill steps that follow from the memory budget, and at options that pictures rule out."""
+    steps = prefill_steps(launch, budget) if budget and not errors_of(budget.findings()) else None
+    if steps and not steps.context:
+        problem = "no prompt fits into a prefill step: weights and pools leave too little memory"
+        notes.findings.append(finding("serve.memory", "--whole-prompts", problem))
+    if has_pictures(seen):
+        notes.findings += conflicts(launch.extra, steps.chunk if steps else None)
+        notes.checked.append("pictures: options of SGLang that rule them out")
+
+
+class Steps(NamedTuple):
+    """How prompts are cut: longest request and tokens of a prefill step, -1 for all of a prompt."""
+
+    context: int
+    chunk: int
+
+
+def prefill_steps(launch: Launch, budget: GpuMemory) -> Steps:
+    """Return the steps that the memory of a card allows."""
+    if launch.whole_prompts:
+        return Steps(min(budget.context, longest_whole_prompt(budget)), -1)
+    return Steps(budget.context, chunk_size(budget.context, budget.left))
 
 
 # ---- SGLang and the machine
@@ -271,7 +309,7 @@ def _check_cards(
     launch: Launch, seen: Survey | None, gpus: Mapping[str, Any], arch: Sequence[int], notes: _Notes
 ) -> GpuMemory | None:
     notes.findings += machine.gpu_findings(gpus, launch.tp, arch)
-    notes.findings += machine.shm_findings(launch.tp)
+    notes.findings += machine.shm_findings(launch.tp, has_pictures(seen))
     notes.findings += machine.port_findings(launch.host, _ports(launch))
     notes.facts["gpus"] = gpus.get("devices", [])
     notes.checked.append("machine: GPUs, memory free on them, shared memory, ports")

@@ -34,6 +34,10 @@ SWITCHES: Final = (PARALLEL_INDEXER, POISON)
 #: H200 reaches; gathering what was selected takes up to 0.3 ms over PCIe.
 LEAST_SCORES: Final = 1 << 24
 
+#: SGLang's variable for a package of model classes. Ours in it is what turns pictures on.
+MODEL_PACKAGE: Final = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+MODELS: Final = "dsv4convert.runtime.vision.models"
+
 OLD_MOE: Final = "SGLANG_DSV4_MXFP4_MOE_BACKEND"
 OLD_INDEXER: Final = "SGLANG_DSV4_A100_INT8_INDEXER"
 
@@ -57,6 +61,11 @@ def moe_backend() -> str:
         problem = "names no backend for the routed experts"
         raise refusal("shim.setting", name, problem, expected=" or ".join(MOE_BACKENDS), found=value)
     return backend
+
+
+def sees_pictures() -> bool:
+    """Tell whether this process serves a checkpoint with a vision tower."""
+    return os.environ.get(MODEL_PACKAGE) == MODELS
 
 
 def indexer_faults(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -206,7 +206,7 @@ def test_options_against_the_checkpoint(
     [
         ("preview", True, "serve.draft", "no DSpark draft"),
         ("preview", False, None, ""),
-        ("vision", False, "serve.release", "vision tower"),
+        ("vision", False, None, ""),
         ("v4.1", False, "serve.release", "no runtime"),
     ],
 )

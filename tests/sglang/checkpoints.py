@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from dsv4convert.convert import convert
 
 #: Name -> release. The first bundles a DSpark draft of three stages, the second a NextN layer.
 RELEASES = {"0731": "deepseek-v4-flash-0731", "preview": "deepseek-v4-flash"}
+#: In a session of its own: whether SGLang sees pictures is decided when its modules are imported.
+SEEING = {"vision": "deepseek-v4-flash-vision-exp"}
 LAYOUTS = ("int8", "mxfp4")
 
 #: Head sizes and selection that SGLang asserts; two ranks share 256 intermediate columns in groups of 128.
@@ -28,12 +30,12 @@ _SIZES = {
 _LAYERS, _EXPERTS = 5, 4
 
 
-def make_checkpoints(shelf: Path) -> None:
+def make_checkpoints(shelf: Path, releases: Mapping[str, str]) -> None:
     """Write ``NAME``, ``NAME-int8`` and ``NAME-mxfp4`` of every release."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in _SIZES.items():
             patch.setitem(synth._TINY, key, value)
-        for name, release in RELEASES.items():
+        for name, release in releases.items():
             recipe = synth.Recipe(release, "tiny", layers=_LAYERS, experts=_EXPERTS)
             synth.synthesize(shelf / name, recipe)
             for layout in LAYOUTS:

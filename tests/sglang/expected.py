@@ -36,6 +36,10 @@ class Official:
     def __contains__(self, name: str) -> bool:
         return name in self._rows
 
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._rows)
+
     def value(self, name: str) -> torch.Tensor:
         """Return the number a tensor stands for, with the scale of its blocks where it has one."""
         dtype, shape, data = self._rows[name]

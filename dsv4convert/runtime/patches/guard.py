@@ -8,6 +8,7 @@ each refuses here. A healthy model logs one line.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +24,7 @@ from dsv4convert.formats.spec import PACKING, ROUNDING
 from dsv4convert.handoff import SECTION
 from dsv4convert.names import Layout
 from dsv4convert.runtime import contract, gate, settings
+from dsv4convert.runtime.guards import TARGET
 from dsv4convert.runtime.patches import moe
 from dsv4convert.runtime.refusal import refusal, refuse_all
 
@@ -34,6 +36,9 @@ _OPTIONAL: Final = (".k_scale", ".v_scale")
 #: What a NextN draft takes from the target after loading.
 _SHARED: Final = ("lm_head.", "embed_tokens.")
 _LOADER: Final = "weight_loader"
+_DRAFT_BIAS: Final = re.compile(r"mtp\.\d+\.ffn\.gate\.bias_vl")
+#: Parameters that a vision tower brings along: its own, and the bias of pictures in each router.
+_OF_PICTURES: Final = re.compile(r"tower\..*|.*\.e_score_correction_bias_vl")
 
 
 def build(stock: Any, module: ModuleType) -> Callable[..., None]:
@@ -43,7 +48,7 @@ def build(stock: Any, module: ModuleType) -> Callable[..., None]:
         _announce()
         with moe.expert_layout(layout_of(config)):
             stock(self, config, quant_config, prefix)
-        _raise_on([*_fp8_parameters(self), *_foreign_experts(self)])
+        _raise_on([*_fp8_parameters(self), *_foreign_experts(self), *_blind(self, config)])
 
     return __init__
 
@@ -52,6 +57,8 @@ def load(stock: Any, module: ModuleType) -> Callable[..., None]:
     """G2: load weights, then require that every parameter was filled."""
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> None:
+        # Drafts are text: the bias that scores pictures has no place in them.
+        weights = (pair for pair in weights if not _DRAFT_BIAS.fullmatch(pair[0]))
         # A running server may be given new weights in parts; only the first load has to be complete.
         if getattr(self, "dsv4_guarded", False):
             stock(self, weights, *args, **kwargs)
@@ -120,6 +127,17 @@ def _foreign_experts(model: Module) -> Iterator[Finding]:
         if found != expected:
             problem = "the routed experts of this layer run elsewhere"
             yield finding("shim.experts", name, problem, expected=expected, found=found)
+
+
+def _blind(model: Module, config: Any) -> Iterator[Finding]:
+    """SGLang ignores errors of a package that it was pointed at, and would serve its own class."""
+    if getattr(config, "vision_n_layers", 0) and type(model).__name__ == TARGET:
+        found = type(model).__module__
+        if not found.startswith(f"{settings.MODELS}."):
+            problem = "the checkpoint has a vision tower, and this class does not see"
+            yield finding(
+                "shim.vision", TARGET, problem, expected=f"a class of {settings.MODELS}", found=found
+            )
 
 
 def _to_be_filled(model: Module) -> Iterator[tuple[str, Parameter]]:
@@ -203,6 +221,9 @@ def _report(model: Module, parameters: int) -> None:
         "layers": len(experts),
     }
     facts |= {name.removeprefix("DSV4_SM80_").lower(): 1 for name in settings.switched_on()}
+    pictures = [name for name, _ in model.named_parameters() if _OF_PICTURES.fullmatch(name)]
+    if pictures:
+        facts["pictures"] = len(pictures)
     main = [p.dtype for name, p in model.named_parameters() if name.endswith(".main_proj.weight")]
     if main:
         facts["main_proj"] = str(main[0]).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Processors for `SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE`; SGLang imports every module of this package."""
