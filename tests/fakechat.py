@@ -379,7 +379,9 @@ class _Handler(BaseHTTPRequestHandler):
         }
         response |= {"output": [item], "usage": usage, "tools": [], "parallel_tool_calls": True}
         if not body.get("stream"):
-            self._send(response)
+            # As SGLang 0.5.16 does; its streams count as the protocol says.
+            names = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens"}
+            self._send(response | {"usage": {names.get(name, name): n for name, n in usage.items()}})
             return
         spoken = [
             {"type": "response.output_text.delta", "delta": piece, "item_id": "msg_1", "output_index": 0}

@@ -52,6 +52,7 @@ LEVELS = {
     "validate.hashing": 5,
     "validate.online": 5,
     "handoff": 6,
+    "lookalike": 6,
     "survey": 6,
     "memory": 7,
     "plan": 7,

@@ -366,3 +366,11 @@ def test_pieces_of_characters_are_judged_by_their_gap() -> None:
 
 def test_no_trace_no_verdict() -> None:
     assert compare("ab", "ac", (), 0.25) == "unknown"
+
+
+@pytest.mark.parametrize("names", [("input_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens")])
+def test_responses_are_counted_under_the_names_of_either_protocol(names: tuple[str, str]) -> None:
+    from dsv4convert.smoke.protocols import _response
+
+    answer = _response({"output": [], "status": "completed", "usage": dict(zip(names, (7, 0), strict=True))})
+    assert (answer.prompt_tokens, answer.completion_tokens) == (7, 0)

@@ -224,7 +224,11 @@ def _response(plain: Mapping[str, Any]) -> Answer:
     )
     # SGLang says `completed` for an answer that was cut, too.
     finish: Finish = "tool" if calls else "length" if pick(plain, "status") == "incomplete" else ""
-    prompt, completion = count_at(plain, "usage", "input_tokens"), count_at(plain, "usage", "output_tokens")
+    # SGLang 0.5.16 counts under the names of Chat where nothing is streamed: seen on a real server.
+    prompt, completion = (
+        next((n for n in (count_at(plain, "usage", name) for name in names) if n is not None), None)
+        for names in (("input_tokens", "prompt_tokens"), ("output_tokens", "completion_tokens"))
+    )
     return Answer("".join(texts), finish, prompt, completion, calls)
 
 
