@@ -41,6 +41,7 @@ STAGGER = 12
 #: Lengths of golden prompts: within a window; over 6 groups of 128; more keys than the indexer picks.
 LENGTHS = (40, 760, 3000)
 TOKENS = 24
+_JUDGED = ("--api-key-file", "key", "--random-weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Run:
     """One server.
 
     Attributes:
-        layout: `int8` or `mxfp4`.
+        layout: `int8`, `mxfp4`, or `foreseen`: INT8 with a draft that is always right.
         draft: Speculate with the DSpark draft.
         graph: Decode with CUDA graphs.
         chunk: Tokens of a prefill step; -1 for whole prompts.
@@ -85,6 +86,7 @@ _SWITCHES = (
     ("parallel", ("DSV4_SM80_PARALLEL_INDEXER=1", "DSV4_SM80_PARALLEL_INDEXER_FROM=1")),
 )
 RUNS = (
+    Run("foreseen", draft=True),
     *(Run(*kind) for kind in _KINDS),
     *(Run(*kind, tp=2) for kind in _KINDS),
     *(
@@ -169,10 +171,14 @@ def prepare(machine: Machine, goldens: Path | None) -> None:
     if not (machine.work / "official").exists():
         _require(ask(machine, "synth", "client", "synth", "official", "--scale", "served"))
         _require(ask(machine, "original", "client", "original", "official"))
+    if not (machine.work / "foreseeable").exists():
+        _require(ask(machine, "synth-1", "client", "synth", "foreseeable", "--scale", "served", "--seed", 1))
+        change = [sys.executable, HOME / "scripts" / "foreseeable.py", machine.work / "foreseeable"]
+        subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
     if not (machine.work / "key").exists():
         _require(ask(machine, "keygen", "client", "keygen", "key"))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda layout: _convert(machine, layout), ("int8", "mxfp4")))
+        list(pool.map(lambda layout: _convert(machine, layout), ("int8", "mxfp4", "foreseen")))
         if goldens is None:
             goldens = machine.work / "goldens"
             goldens.mkdir(exist_ok=True)
@@ -184,8 +190,9 @@ def prepare(machine: Machine, goldens: Path | None) -> None:
 def _convert(machine: Machine, layout: str) -> None:
     if (machine.work / layout / "config.json").exists():
         return
-    _require(ask(machine, f"convert-{layout}", "client", "convert", "official", layout, "--experts", layout))
-    words = ("converted", layout, "--reference", "official", "--read-data")
+    source, experts = ("foreseeable", "int8") if layout == "foreseen" else ("official", layout)
+    _require(ask(machine, f"convert-{layout}", "client", "convert", source, layout, "--experts", experts))
+    words = ("converted", layout, "--reference", source, "--read-data")
     _require(ask(machine, f"converted-{layout}", "client", *words))
 
 
@@ -222,7 +229,7 @@ def validate(machine: Machine, run: Run, number: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         with _cards(machine, run, number) as cards, _server(machine, run, number, cards, result) as url:
-            result["goldens"] = dict(_goldens(machine, run, url))
+            result["goldens"] = {} if run.layout == "foreseen" else _goldens(machine, run, url)
             if run.is_full:
                 result |= {"smoke": _smoke(machine, run, url), "load": _load(machine, run, url)}
         statuses = [result.get("smoke", 0), result.get("load", {}).get("status", 0)]
@@ -287,29 +294,28 @@ def _words(run: Run, port: int, log: Path) -> list[str]:
 
 
 def _smoke(machine: Machine, run: Run, url: str) -> int:
-    golden = machine.goldens / f"{run.layout}-chat.json"
-    words = (
-        "--api-key-file",
-        "key",
-        "--suite",
-        "full",
-        "--random-weights",
-        "--timeout",
-        600,
-        "--golden",
-        golden,
-    )
+    words = ["--suite", "full", "--timeout", 600, *_JUDGED]
+    if run.layout == "foreseen":
+        words += ["--min-accept-length", 5.9, "--min-accept-rate", 0.98]
+    else:
+        words += ["--golden", machine.goldens / f"{run.layout}-chat.json"]
     return ask(machine, f"{run.name}-smoke", "client", "smoke", url, *words)[0]
 
 
-def _goldens(machine: Machine, run: Run, url: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for length in LENGTHS:
+def _goldens(machine: Machine, run: Run, url: str) -> dict[str, dict[str, Any]]:
+    """Compare the tokens of every golden file, all at once: batches change, and the tokens must not."""
+
+    def compare(length: int) -> tuple[str, dict[str, Any]]:
         golden = machine.goldens / f"{run.layout}-{length}.json"
-        words = ("--api-key-file", "key", "--random-weights", "--golden", golden, "--json")
+        words = (*_JUDGED, "--golden", golden, "--json")
         status, out = ask(machine, f"{run.name}-golden-{length}", "client", "smoke", url, *words)
-        checks = json.loads(out)["checks"] if out.startswith("{") else []
-        facts = next((c["facts"] for c in checks if c["name"] == "tokens.ids"), {})
-        yield str(length), {"status": status, **facts}
+        checks = json.loads(out).get("checks", []) if out.startswith("{") else []
+        return str(length), {"status": status} | next(
+            (check["facts"] for check in checks if check["name"] == "tokens.ids"), {}
+        )
+
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        return dict(pool.map(compare, LENGTHS))
 
 
 def _load(machine: Machine, run: Run, url: str) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""Change a synthetic checkpoint so that each token follows from the last, and its DSpark draft knows how.
+
+    python3 scripts/foreseeable.py CHECKPOINT
+
+The drafts of random weights are never right, so that a server which verifies and counts wrongly looks like
+one that does it well. Here embeddings are so large that what layers add to them does not matter: token t is
+followed by the token whose row of the head is t's embedding. The Markov head of the draft holds the same
+successor for every token, far above what the draft's stages say. `dsv4convert probe --draft` then counts
+six tokens a step, and so has a server to. Nothing else is changed; the stages of the draft are judged
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+#: Standard deviation of embeddings (layers add a few units); logit of a successor; what the draft adds to it.
+_LOUD, _LOGIT, _BIAS = 64.0, 16.0, 48.0
+
+
+def successors(vocabulary: int) -> Tensor:
+    """Return the token after every token: one cycle through all of them, int64 [V]."""
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(5))
+    after = torch.empty_like(order)
+    after[order] = order.roll(-1)
+    return after
+
+
+def foreseeable(vocabulary: int, hidden: int, rank: int) -> dict[str, Tensor]:
+    """Return the four tensors, BF16: embedding and head [V, H], Markov factors [V, R]."""
+    draw = torch.Generator().manual_seed(6)
+    after = successors(vocabulary)
+    directions = torch.nn.functional.normalize(torch.randn(vocabulary, hidden, generator=draw), dim=1)
+    # The head's input is normalized to length sqrt(H); its product with a row of this length is the logit.
+    head = torch.empty_like(directions)
+    head[after] = directions * _LOGIT / hidden**0.5
+    known = torch.nn.functional.normalize(torch.randn(vocabulary, rank, generator=draw), dim=1)
+    tensors = {
+        "embed.weight": directions * _LOUD * hidden**0.5,
+        "head.weight": head,
+        "markov_w1.weight": known[after] * _BIAS,
+        "markov_w2.weight": known,
+    }
+    return {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+
+def main() -> None:
+    """Rewrite the shards that hold the tensors."""
+    root = Path(sys.argv[1])
+    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    made = foreseeable(config["vocab_size"], config["hidden_size"], config["dspark_markov_rank"])
+    for shard in sorted(root.glob("model-*.safetensors")):
+        tensors = load_file(shard)
+        mine = {name: new for name in tensors for end, new in made.items() if name.endswith(end)}
+        if mine:
+            save_file(tensors | mine, shard)
+            print(f"{shard.name}: {', '.join(sorted(mine))}")
+
+
+if __name__ == "__main__":
+    main()
