@@ -27,11 +27,11 @@ from kernels_ref.sm80.device import blocks_at_once
 HEADS = 16
 #: Keys of a tile.
 KEYS = 32
-_WARPS, _SLICES = 4, 4
-# Tiles of a round and stages of the pipeline: for split keys, where a block has few tiles and the latency of
-# one counts, and for whole lists. Two tiles and the queries take 81 KiB either way: exactly two blocks fit
-# one multiprocessor of an A100.
-_SPLIT, _WHOLE, _BLOCKS_PER_PROCESSOR = (1, 3), (2, 2), 2
+_WARPS = 4
+# Tiles of a round, stages of the pipeline and slices of a row: for split keys, where a block has few tiles
+# and the latency of one counts, and for whole lists. Two tiles and the queries take 81 KiB either way:
+# exactly two blocks fit one multiprocessor of an A100.
+_SPLIT, _WHOLE, _BLOCKS_PER_PROCESSOR = (1, 3, 2), (2, 2, 4), 2
 # What `splits_of` counts beside tiles, and how far it goes.
 _BLOCK_TILES, _JOIN_TILES, _MOST_SPLITS = 3, 2, 32
 _LOG2E = math.log2(math.e)
@@ -280,12 +280,12 @@ def sparse_attention(
     parts = tokens * splits * heads if splits > 1 else 0
     partial = torch.empty(parts, HEAD_DIM, dtype=torch.float16, device=q.device) if parts else out
     stats = torch.empty(parts, 3, dtype=torch.float32, device=q.device) if parts else out
-    tiles_at_once, stages = _SPLIT if splits > 1 else _WHOLE
+    tiles_at_once, stages, slices = _SPLIT if splits > 1 else _WHOLE
     _attend[(tokens * groups * splits,)](
         q, cache, indices, lengths, cache2, list2, lengths2, sink, out, partial, stats,
         scale * _LOG2E, heads, groups, splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         indices.shape[1], indices.stride(0), list2.shape[1], list2.stride(0),
-        TWO=two, SPLIT=splits > 1, H=HEADS, D=HEAD_DIM, SLICES=_SLICES,
+        TWO=two, SPLIT=splits > 1, H=HEADS, D=HEAD_DIM, SLICES=slices,
         KEYS=KEYS, TILES=tiles_at_once, STAGES=stages, UP=_UP, num_warps=_WARPS,
     )  # fmt: skip
     if splits > 1:

@@ -21,8 +21,8 @@ from kernels_ref.sm80.device import blocks_at_once
 
 # One warp scores a page: sums over heads stay inside it and no block waits for itself.
 _WARPS, _STAGES, _BLOCKS_PER_PROCESSOR = 1, 3, 8
-# Pages of a block: at most so many, and few enough that every place of the card gets so many blocks.
-_MOST_PAGES, _ROUNDS = 16, 1
+# Pages of a block, at most.
+_MOST_PAGES = 16
 
 
 @triton.jit(do_not_specialize=["max_len", "share", "w_row", "length_row", "table_row", "out_row"])
@@ -206,11 +206,12 @@ def index_topk(
 
 
 def pages_of_a_block(tokens: int, pages: int, places: int) -> int:
-    """Return how many pages a block scores.
+    """Return how many pages a block scores: as few as keep the rounds that blocks of the most pages need.
 
-    More of them read the query less often; fewer keep all `places` of the card busy for several rounds.
+    More of them read the query less often; fewer, in whole rounds, keep all `places` of the card busy.
     """
-    return min(max(tokens * pages // (_ROUNDS * places), 1), _MOST_PAGES)
+    rounds = max(triton.cdiv(tokens * pages, places * _MOST_PAGES), 1)
+    return triton.cdiv(tokens * pages, places * rounds)
 
 
 def _check_cache(cache: Tensor) -> None:

@@ -19,9 +19,9 @@ _ATTEND = {
 
 
 def _attend(two: bool, split: bool) -> Case:
-    tiles, stages = attention._SPLIT if split else attention._WHOLE
+    tiles, stages, slices = attention._SPLIT if split else attention._WHOLE
     sources, keys = "two sources" if two else "one source", ", split" if split else ""
-    values: dict[str, Any] = {"TWO": two, "SPLIT": split, "H": attention.HEADS, "D": 512, "SLICES": 4}
+    values: dict[str, Any] = {"TWO": two, "SPLIT": split, "H": attention.HEADS, "D": 512, "SLICES": slices}
     return Case(
         f"sparse_attention of {sources}{keys}",
         attention._attend,

@@ -197,7 +197,12 @@ def test_index_topk(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "pages", "places", "share"),
-    [(1, 512, 1056, 1), (8, 512, 1056, 3), (64, 512, 1056, 16), (4096, 2048, 864, 16), (1, 1, 864, 1)],
+    [
+        *((1, 512, 1056, 1), (2, 528, 1056, 1), (3, 512, 1056, 2), (8, 512, 1056, 4)),
+        # Two rounds either way.
+        *((40, 512, 1056, 10), (64, 512, 1056, 16)),
+        *((4096, 2048, 864, 16), (1, 1, 864, 1)),
+    ],
 )
 def test_blocks_take_more_pages_when_there_are_many(tokens: int, pages: int, places: int, share: int) -> None:
     assert indexer.pages_of_a_block(tokens, pages, places) == share
