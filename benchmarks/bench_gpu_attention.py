@@ -1,26 +1,18 @@
 """Rows of attention and indexer: decode and prefill, beside plain torch in the same process.
 
 Lists are full: 128 rows of a window, which lie together, and 512 rows picked from all of a 2 GiB cache. Bytes
-are what lists and lengths say must be read, and what must be written. By itself,
-``python benchmarks/bench_gpu_attention.py`` times tiles, warps, stages and splits and names the fastest: that
-is how to tune for another card, and where the constants of `kernels_ref.sm80.attention` and `indexer` go.
+are what lists and lengths say must be read, and what must be written.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
+import triton
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu import Call, Context, Row, relative_error, time_calls
 from kernels_ref import attention as reference
@@ -28,7 +20,6 @@ from kernels_ref import indexer as index_reference
 from kernels_ref.indexer import INDEX_DIM, INDEX_HEADS, PAGE, PAGE_BYTES
 from kernels_ref.rotary import frequencies, rotary_table
 from kernels_ref.sm80 import attention, indexer
-from kernels_ref.sm80.gate import sm80_code
 
 WINDOW, PICKED, SCALE = 128, 512, 512**-0.5
 #: Keys of the indexer at a context of 131,072 tokens: one for four.
@@ -239,6 +230,14 @@ def _logits(tokens: int, keys: int, shared: bool = False) -> Iterator[Row]:
     error = relative_error(first.baseline()[:2], expected)
     base = [problem.baseline for problem in problems[:4]]
     yield Row(group, case, "torch, BF16 products", *time_calls(base), nbytes, ops, error)
+    if tokens == 1:
+        nothing: list[Call] = [partial(_nothing[tokens, keys // PAGE], out)] * len(calls)
+        yield Row(group, case, "a kernel that does nothing, as many blocks", *time_calls(nothing))
+
+
+@triton.jit
+def _nothing(OUT):
+    pass
 
 
 def _topk() -> Iterator[Row]:
@@ -304,46 +303,3 @@ def _require(right: object, what: str, error: float) -> None:
     """Refuse to time a kernel whose result is wrong."""
     if not right:
         raise SystemExit(f"error: {what}: relative error {error:.1e} or unwritten output, so it is not timed")
-
-
-# ---- tuning
-
-
-def _swept(module: Any, names: tuple[str, ...], values: tuple[Any, ...], calls: list[Call]) -> float | None:
-    """Return microseconds with some constants of a module replaced; None if the card cannot run that."""
-    with patch.multiple(module, **dict(zip(names, values, strict=True))):
-        try:
-            return time_calls(calls, milliseconds=20)[0]
-        except RuntimeError as error:  # Out of shared memory, or of registers.
-            print(f"  {dict(zip(names, values, strict=True))}: {type(error).__name__}", file=sys.stderr)
-            return None
-
-
-def _tune(what: str, module: Any, names: tuple[str, ...], grid: Any, calls: list[Call]) -> None:
-    times = {values: _swept(module, names, values, calls) for values in grid}
-    ranked = sorted((us, values) for values, us in times.items() if us is not None)
-    print(f"\n{what}: {', '.join(names)}")
-    for us, values in ranked[:6]:
-        print(f"  {us:9.1f} us  {', '.join(map(str, values))}", flush=True)
-
-
-def main() -> None:
-    """Time the settings of both kernels and print the fastest of each size."""
-    with sm80_code():
-        pools = Pools.draw()
-        shapes = [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]
-        for tokens in (1, 8, 64, 512, 4096):
-            calls = attention_calls(pools, tokens, 16)[1]
-            which = "_SPLIT" if tokens <= 64 else "_WHOLE"
-            names = (which, "_SLICES", "_BLOCKS_PER_PROCESSOR")
-            grid = list(product(shapes, (1, 2, 4), (1, 2, 3)))
-            _tune(f"sparse attention, {tokens} tokens, 16 heads", attention, names, grid, calls)
-        del pools, calls
-        names = ("_WARPS", "_STAGES", "_MOST_PAGES", "_ROUNDS")
-        grid = list(product((1, 2, 4), (2, 3, 4), (4, 16, 32), (1, 4)))
-        for tokens in (1, 8, 64):
-            _tune(f"index logits, {tokens} queries", indexer, names, grid, logits_calls(tokens, KEYS)[1])
-
-
-if __name__ == "__main__":
-    main()

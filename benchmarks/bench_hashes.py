@@ -1,8 +1,9 @@
 """Hashing a checkpoint against `sha256sum` and `openssl` on all cores, and looking at its values.
 
-Eight files of equal size are read from the page cache, so that the figures are those of the code and not of a
-disk. The tools run once per file under `xargs -P`, one per core. Many a `sha256sum` does not use
-the SHA instructions of the processor; `openssl` does, and is the harder one to keep up with.
+Files of equal size, at least eight and one for each core, are read from the page cache, so that the figures
+are those of the code and not of a disk. The tools run once per file under `xargs -P`, one per core. Many a
+`sha256sum` does not use the SHA instructions of the processor; `openssl` does, and is the harder one to keep
+up with.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dsv4convert.validate.hashing import Hashed, Target, hash_files
 from dsv4convert.validate.hashlists import SHA256
 from dsv4convert.validate.values import check_values
 
-FILES, SIZE = 8, 96 << 20
 CORES = len(os.sched_getaffinity(0))
+FILES, SIZE = max(8, CORES), 96 << 20
 #: Share of the speed of the tools that hashing must reach.
 TARGET = 0.8
 
