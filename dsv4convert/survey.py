@@ -150,8 +150,7 @@ def detect_layout(tensors: Mapping[str, TensorInfo]) -> Layout:
     for name, info in tensors.items():
         if name.endswith(".weight_codes"):
             return Layout.INT8
-        # The vision tower is BF16 in every layout, and beside a few layers it has most of the matrices.
-        if ".attn.w" in name and name.endswith(".weight") and not name.startswith("vision."):
+        if ".attn.w" in name and name.endswith(".weight"):
             dense[info.dtype] += 1
     return Layout.OFFICIAL if dense["F8_E4M3"] >= dense["BF16"] else Layout.MXFP4
 

@@ -21,18 +21,14 @@ def _no_gradients() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tiny.Tiny]:
-    """Return ``model(kind, layout="official")``: a tiny checkpoint or its conversion; not to be changed.
-
-    The kind ``pictures`` is ``plain`` of the release with a vision tower.
-    """
+    """Return ``model(kind, layout="official")``: a tiny checkpoint or its conversion; not to be changed."""
     root = tmp_path_factory.mktemp("tiny")
     read: dict[Path, tiny.Tiny] = {}
 
     def get(kind: str, layout: str = "official") -> tiny.Tiny:
         source = root / kind
         if not source.exists():
-            release = tiny.VISION_RELEASE if kind == "pictures" else tiny.RELEASE
-            tiny.make(root, kind, release)
+            tiny.make(root, kind)
         path = source if layout == "official" else root / f"{kind}-{layout}"
         if not path.exists():
             convert(source, path, experts=layout)
