@@ -67,7 +67,8 @@ def make_golden(
 
     Args:
         seen: The checkpoint that ran.
-        prompt: What it was given: ``ids``, ``text`` (None for ids) and ``chat``.
+        prompt: What it was given: ``ids`` with one placeholder per picture, ``text`` (None for ids), ``chat``
+            and ``pictures``, each with its file's hash, its grid of cells and its positions.
         numerics: Name of the arithmetic.
         steps: Per answered token: ``token``, ``margin`` and ``top``.
         text: The answer as text; None without a tokenizer.
@@ -159,6 +160,9 @@ def _checks(golden: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
             (f"{section}.{k}", isinstance(part, dict) and _is(part.get(k), t)) for k, t in keys.items()
         )
     yield "prompt.ids", bool(golden["prompt"]["ids"]) and all(_is(i, int) for i in golden["prompt"]["ids"])
+    # Files that were written before there were pictures lack the key.
+    shown = golden["prompt"].get("pictures", [])
+    yield "prompt.pictures", isinstance(shown, list) and all(map(_is_picture, shown))
     yield "numerics", _is(golden.get("numerics"), str)
     yield "text", _is(golden.get("text"), str | None)
     steps, agreement = golden.get("steps"), golden.get("agreement")
@@ -182,6 +186,15 @@ def _is(value: Any, kind: Any) -> bool:
 def _is_number(value: Any) -> bool:
     # An integer of JSON may be larger than any float.
     return (_is(value, int) and abs(value) < 1 << 63) or (_is(value, float) and math.isfinite(value))
+
+
+def _is_picture(picture: Any) -> bool:
+    numbers = ("width", "height", "rows", "cols", "start", "lead", "positions")
+    return (
+        isinstance(picture, dict)
+        and all(_is(picture.get(key), str) for key in ("file", "sha256"))
+        and all(_is(picture.get(key), int) for key in numbers)
+    )
 
 
 def _is_step(step: Any) -> bool:

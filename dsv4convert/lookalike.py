@@ -119,7 +119,7 @@ def _float_values(rng: np.random.Generator, shape: Shape, unit: Unit) -> Iterato
 
 def _statistics(unit: Unit) -> tuple[float, float]:
     """Return (mean, standard deviation) of a plain tensor."""
-    if unit.row.role is Role.NORM or unit.base.endswith("norm.weight"):
+    if unit.row.role is Role.NORM or unit.base.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
         return 1.0, 0.1
     if unit.base.endswith((".bias", ".bias_vl")) and unit.row.role is Role.ROUTER:
         return 8.7, 0.1

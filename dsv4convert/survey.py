@@ -150,7 +150,8 @@ def detect_layout(tensors: Mapping[str, TensorInfo]) -> Layout:
     for name, info in tensors.items():
         if name.endswith(".weight_codes"):
             return Layout.INT8
-        if ".attn.w" in name and name.endswith(".weight"):
+        # The vision tower is BF16 in every layout, and beside a few layers it has most of the matrices.
+        if ".attn.w" in name and name.endswith(".weight") and not name.startswith("vision."):
             dense[info.dtype] += 1
     return Layout.OFFICIAL if dense["F8_E4M3"] >= dense["BF16"] else Layout.MXFP4
 

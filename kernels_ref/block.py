@@ -19,6 +19,7 @@ from kernels_ref.compressor import OVERLAPPING, CompressorState, CompressorWeigh
 from kernels_ref.config import ModelConfig
 from kernels_ref.decisions import Decisions
 from kernels_ref.moe import limited_swiglu
+from kernels_ref.pictures import window_positions
 from kernels_ref.quantize import KV_GROUP, fake_e2m1, fake_e4m3, index_int8
 from kernels_ref.rotary import apply_rotary, hadamard, layer_frequencies, rotary_table
 from kernels_ref.router import choose_by_score, choose_by_token, route_weights, router_scores
@@ -111,7 +112,7 @@ class Block:
             [T, hc, D].
         """
         start = state.position
-        h = self.sublayer("attn", h, lambda x: self.attention(x, state))
+        h = self.sublayer("attn", h, lambda x: self.attention(x, ids, state))
         return self.sublayer("ffn", h, lambda x: self.experts(x, ids, start))
 
     def sublayer(self, kind: str, h: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -133,11 +134,12 @@ class Block:
 
     # ---- attention
 
-    def attention(self, x: Tensor, state: BlockState) -> Tensor:
+    def attention(self, x: Tensor, ids: Tensor, state: BlockState) -> Tensor:
         """Attend to the window and to compressed entries, in one softmax with the sink.
 
         Args:
             x: [T, D] normed input at positions ``state.position`` and following.
+            ids: [T] int64 token ids: a picture sees itself whole.
             state: Changed in place.
 
         Returns:
@@ -148,7 +150,8 @@ class Block:
         keys = torch.cat((state.window, self.latents(x, positions)))
         # Row i of `keys` is position `oldest` + i.
         oldest = state.position - len(state.window)
-        rows = positions[:, None] - oldest - torch.arange(self.config.window)
+        seen = window_positions(ids, state.position, self.config.vocab, self.config.window)
+        rows = torch.where(seen >= 0, seen - oldest, -1)
         if self._ratio:
             entries = self._visible_entries(x, low_rank, positions, state)
             rows = torch.cat((rows, torch.where(entries >= 0, entries + len(keys), -1)), 1)
@@ -281,7 +284,7 @@ class Block:
 
         Args:
             x: [T, D] normed input.
-            ids: [T] int64 token ids, which choose the experts of the first layers.
+            ids: [T] int64 token ids: they choose the experts of the first layers, and tell pictures apart.
             start: Position of the first token, for recorded decisions.
 
         Returns:
@@ -312,10 +315,15 @@ class Block:
     def route(self, x: Tensor, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the experts of each token, [T, k] int64, and their weights, [T, k] float32."""
         scores = router_scores(x, self.weight("ffn.gate.weight"))
+        picture = ids >= self.config.vocab
         if self._hashed:
-            chosen = choose_by_token(self.weight("ffn.gate.tid2eid"), ids)
+            chosen = choose_by_token(self.weight("ffn.gate.tid2eid"), ids.masked_fill(picture, 0))
         else:
             chosen = choose_by_score(scores, self.weight("ffn.gate.bias"), self.config.top_k)
+        if bool(picture.any()):
+            # Pictures have a bias of their own, and in every layer they are routed by score.
+            by_score = choose_by_score(scores, self.weight("ffn.gate.bias_vl"), self.config.top_k)
+            chosen = torch.where(picture[:, None], by_score, chosen)
         if self._decisions is not None:
             chosen = self._decisions.settle(f"{self.prefix}.ffn.gate", start, chosen)
         return chosen, route_weights(scores, chosen, self.config.route_scale)

@@ -1,4 +1,4 @@
-"""The reference model: text trunk of DeepSeek-V4 on a CPU, in official names, layer by layer.
+"""The reference model: trunk of DeepSeek-V4 on a CPU, in official names, layer by layer.
 
     model = Model(ModelConfig.from_dict(config), source)
     logits = model(ids)                               # a whole prompt
@@ -7,7 +7,7 @@
 
 `source` is an original checkpoint or a conversion in either layout. Weights are fetched where they are used
 and dropped, of the routed experts only those that a token chose. To see or stop between layers, call `embed`,
-`block` and `head` yourself; `__call__` does no more.
+`block` and `head` yourself; `__call__` does no more. Pictures come as rows that a vision tower has made.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class State:
 
 
 class Model:
-    """The text trunk.
+    """The trunk.
 
     Args:
         config: Numbers of the model.
@@ -80,13 +80,23 @@ class Model:
         """Return the state before the first token."""
         return State([block.state() for block in self.blocks])
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, pictures: Tensor | None = None) -> Tensor:
         """Return the streams of tokens, [T, hc, D] in ``numerics.dtype``; all streams are equal.
 
         Args:
-            ids: [T] int64.
+            ids: [T] int64; those from ``vocab`` on are positions of pictures.
+            pictures: [P, D] rows of these positions, in order; None where there are none.
+
+        Raises:
+            ValueError: there are more or fewer rows than positions.
         """
-        x = self.source.tensor("embed.weight")[ids].to(self.numerics.dtype)
+        place = ids >= self.config.vocab
+        found, wanted = 0 if pictures is None else len(pictures), int(place.sum())
+        if found != wanted:
+            raise ValueError(f"{wanted} positions are of pictures, and {found} rows were given for them")
+        x = self.source.tensor("embed.weight")[ids.masked_fill(place, 0)].to(self.numerics.dtype)
+        if pictures is not None:
+            x[place] = pictures.to(x.dtype)
         return x[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
 
     def block(self, layer: int, h: Tensor, ids: Tensor, state: State) -> Tensor:
@@ -120,6 +130,7 @@ class Model:
         ids: Tensor,
         state: State | None = None,
         *,
+        pictures: Tensor | None = None,
         on_layer: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run the model on the next tokens of a sequence.
@@ -127,13 +138,14 @@ class Model:
         Args:
             ids: [T] int64, T >= 1.
             state: Of the tokens before, changed in place; None for a sequence that begins and ends here.
+            pictures: See `embed`; the ids of a picture come in one call.
             on_layer: Called with each layer's number and output [T, hc, D].
 
         Returns:
             [T, V] float32 logits.
         """
         state = self.state() if state is None else state
-        h = self.embed(ids)
+        h = self.embed(ids, pictures)
         for layer in range(self.config.layers):
             h = self.block(layer, h, ids, state)
             if on_layer:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from dsv4convert.geometry import identify, official_geometry
+from dsv4convert.geometry import identify, official_geometry, read_geometry
+from dsv4convert.header import TensorInfo
 from dsv4convert.names import (
     Layout,
     Unit,
@@ -24,6 +25,8 @@ from dsv4convert.names import (
     official_shard_count,
 )
 from dsv4convert.releases import RELEASES
+from dsv4convert.survey import detect_layout
+from dsv4convert.synth import Recipe, make_config
 from dsv4convert.table import TABLE, Role, Storage
 from dsv4convert.writer import encode_header, in_data_order
 
@@ -276,6 +279,20 @@ def test_engram_tables_of_v41_stay_fp8_in_every_layout(layout: Layout) -> None:
     assert len(tables) == 4
     assert [ours[n] for n in tables] == [official[n] for n in tables]
     assert ours["layers.1.engram.wkv.weight"]["dtype"] == "BF16"
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_tower_beside_few_layers_decides_about_no_layout(layout: Layout) -> None:
+    """The tower's 64 matrices `attn.w*` are BF16 in every layout; a slice of the text model has fewer."""
+    config = make_config(Recipe(VISION, "slice", layers=3, experts=2))
+    geometry, _ = read_geometry(config)
+    assert geometry is not None and geometry.vision is not None and geometry.vision.layers == 32
+    stored = {
+        name: TensorInfo(name, dtype, shape, "", 0, 0)
+        for unit in expected_units(geometry)
+        for name, (dtype, shape) in unit.stored(layout).items()
+    }
+    assert detect_layout(stored) is layout
 
 
 def test_markov_heads_whose_names_contain_w1_are_no_experts() -> None:

@@ -40,6 +40,14 @@ def _parse_ids(ctx: click.Context, parameter: click.Parameter, value: str | None
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--prompt", metavar="TEXT", help="Text, encoded by the checkpoint's `tokenizer.json`.")
 @click.option("--ids", callback=_parse_ids, metavar="1,2,3", help="Token ids instead of text.")
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Show a picture to a Vision checkpoint, before TEXT or at its `<｜deepseek_image｜>`; repeatable.",
+)
 @click.option("--chat", is_flag=True, help="Wrap TEXT as one user turn, answered without thinking.")
 @click.option(
     "--tokens",
@@ -79,7 +87,7 @@ def _parse_ids(ctx: click.Context, parameter: click.Parameter, value: str | None
 def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, **question: Any) -> None:
     """Run the checkpoint in DST on this CPU and say which tokens follow a prompt.
 
-    DST may have any layout. Layers are read one at a time, so memory stays small. Text needs
+    DST may have any layout. Layers are read one at a time, so memory stays small. Text and pictures need
     `pip install 'dsv4convert[probe]'`.
     """
     if (question["prompt"] is None) == (question["ids"] is None):
@@ -158,6 +166,10 @@ def _lines(probed: Probed, verbose: bool) -> Iterator[str]:
     shown = ", ".join(map(str, prompt["ids"][:_IDS_SHOWN]))
     more = ", …" if len(prompt["ids"]) > _IDS_SHOWN else ""
     yield f"  prompt     {len(prompt['ids']):,} tokens: {shown}{more}"
+    for picture in prompt["pictures"]:
+        place = f"{picture['positions']:,} positions from {picture['start']:,}"
+        size = f"{picture['width']:,} x {picture['height']:,}"
+        yield f"  picture    {picture['file']}, {size}: {place}"
     yield f"  {'token':>8}  {'probability':>11}  {'margin':>8}  text"
     for step in golden["steps"]:
         best = step["top"][0]
@@ -227,6 +239,10 @@ def _cost_lines(probed: Probed, verbose: bool) -> Iterator[str]:
     if probed.token_seconds:
         text += f"; {sum(probed.token_seconds) / len(probed.token_seconds):.2f} s for each further token"
     yield f"  time       {text}"
+    if probed.picture_seconds:
+        looks = probed.picture_seconds
+        count = f"{len(looks)} picture{'s' if len(looks) > 1 else ''}"
+        yield f"             {count} through the vision tower, {sum(looks) / len(looks):.1f} s each"
     if verbose:
         yield from (f"             layers.{i:<5}{s:>8.2f} s" for i, s in enumerate(seconds))
     if probed.peak_bytes:
@@ -256,8 +272,13 @@ class _Layers:
             self._show_bar(tick)
             return
         now = time.monotonic()
+        if not tick.done:
+            self._start = now  # The vision tower comes before all layers and tells nothing about their time.
         if now >= self._next:
             self._next = now + _EVERY_SECONDS
+            if not tick.done:
+                print(f"probing: {tick.layer}: {tick.seconds:.1f} s", file=sys.stderr, flush=True)
+                return
             left = duration((now - self._start) / tick.done * (tick.total - tick.done))
             done = f"{tick.layer}: {tick.seconds:.1f} s, {tick.done:,} of {tick.total:,} layers"
             print(f"probing: {done}, {left} left at most", file=sys.stderr, flush=True)

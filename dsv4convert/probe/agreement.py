@@ -108,6 +108,7 @@ class Pass:
     Attributes:
         rows: One per layer.
         kept: The same; none unless experts were repacked.
+        seen: Error of the vision tower's rows; it runs in float32 everywhere, so 0 is owed.
         embedded: Error of the embedding.
         head: Error of the head's logits on the reference's streams; 0 unless experts were repacked.
         logits: Error of the logits after the last token.
@@ -115,12 +116,15 @@ class Pass:
 
     rows: list[Row] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    seen: float = 0.0
     embedded: float = 0.0
     head: float = 0.0
     logits: float = 0.0
 
     def findings(self, owed: Owed) -> list[Finding]:
         """Return what is further off than it may be; of several consequences of one fault the first."""
+        if self.seen:
+            return [differs("vision", self.seen)]
         if owed.expected is Expectation.EQUAL:
             return list(self._equal())[:1]
         if owed.expected is Expectation.REPACKED:

@@ -34,13 +34,24 @@ class Comparison:
     owed: Owed
     passes: list[Pass] = field(default_factory=list)
 
-    def begin(self, ids: Sequence[int]) -> None:
-        """Take the prompt or a further token in."""
-        runs = [self.theirs, self.own]
+    def begin(
+        self, ids: Sequence[int], pictures: Tensor | None = None, reference: Tensor | None = None
+    ) -> None:
+        """Take the prompt or a further token in.
+
+        Args:
+            ids: See `Run.begin`.
+            pictures: Rows that the checkpoint's vision tower made of the pictures; None without pictures.
+            reference: Those of the reference's.
+        """
+        self.theirs.begin(ids, reference)
+        runs = [self.own]
         runs += [self.replayed] if self.replayed is not self.own else []
         for run in [*runs, self.forced] if self.forced else runs:
-            run.begin(ids)
-        self.passes.append(Pass(embedded=relative_error(self.own.streams, self.theirs.streams)))
+            run.begin(ids, pictures)
+        seen = 0.0 if pictures is None or reference is None else relative_error(pictures, reference)
+        embedded = relative_error(self.own.streams, self.theirs.streams)
+        self.passes.append(Pass(seen=seen, embedded=embedded))
 
     def layer(self, index: int) -> None:
         """Run one layer everywhere and compare."""

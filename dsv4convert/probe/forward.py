@@ -98,10 +98,16 @@ class Run:
         """Number of trunk layers."""
         return self._model.config.layers
 
-    def begin(self, ids: Sequence[int]) -> None:
-        """Take the next tokens of the sequence in; `streams` becomes their embedding, [T, hc, D]."""
+    def begin(self, ids: Sequence[int], pictures: Tensor | None = None) -> None:
+        """Take the next tokens of the sequence in; `streams` becomes their embedding, [T, hc, D].
+
+        Args:
+            ids: Token ids, for positions of pictures their pseudo ids.
+            pictures: [P, D] rows of these positions.
+        """
         self._ids = torch.tensor(ids, dtype=torch.int64)
-        self.streams = self._finite("embed", self._model.embed(self._ids))
+        blind = pictures is None or bool(torch.isfinite(pictures).all())
+        self.streams = self._finite("embed" if blind else "vision", self._model.embed(self._ids, pictures))
 
     def layer(self, index: int, streams: Tensor | None = None) -> Sublayers:
         """Run one layer on the tokens of `begin`; layers are run in order.
@@ -129,7 +135,7 @@ class Run:
             return parts["summed"]
 
         h = self.streams if streams is None else streams
-        middle = block.sublayer("attn", h, lambda x: finite("attn", block.attention(x, state)))
+        middle = block.sublayer("attn", h, lambda x: finite("attn", block.attention(x, self._ids, state)))
         self.streams = finite("hc_ffn", block.sublayer("ffn", middle, experts))
         if self._watch is not None:
             self._watch(index, self.streams)

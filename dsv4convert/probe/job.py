@@ -16,11 +16,16 @@ from dsv4convert.probe.comparison import Comparison
 from dsv4convert.probe.draft import DraftErrors, DraftHealth, accepted, compare_drafts, starts_of
 from dsv4convert.probe.forward import Run, Step, preset
 from dsv4convert.probe.losses import exact_layers
+from dsv4convert.probe.pictures import Pictures
+from dsv4convert.probe.prompt import Prompt
 from dsv4convert.probe.source import CheckpointSource
 from dsv4convert.probe.ticker import Tick, Ticker
 from dsv4convert.survey import Survey
+from dsv4convert.vision.config import VisionConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kernels_ref.config import ModelConfig
 
 
@@ -32,6 +37,7 @@ class Job:
         seen: The checkpoint.
         config: Numbers of the model.
         numerics: Name of the arithmetic.
+        pictures: What the prompt shows; None for text.
         stack: Closes the files.
         comparison, reference: Set by `compare`.
         steps: Answered tokens.
@@ -45,6 +51,7 @@ class Job:
     seen: Survey
     config: ModelConfig
     numerics: str
+    pictures: Pictures | None
     stack: ExitStack
     comparison: Comparison | None = None
     reference: Survey | None = None
@@ -61,12 +68,16 @@ class Job:
         self.source = self.stack.enter_context(CheckpointSource(self.seen))
         self.arithmetic = preset(self.numerics)
         self.own = Run(self.source, self.config, self.arithmetic)
+        self.sources = [self.source]
 
     def compare(self, reference: Survey, config: ModelConfig) -> None:
         """Run a reference, whose config has these numbers, beside the checkpoint."""
         _require_same(self.config, config)
+        if self.pictures:
+            _require_same(self.pictures.vision, VisionConfig.from_config(reference.checkpoint.config))
         self.reference = reference
         source = self.stack.enter_context(CheckpointSource(reference))
+        self.sources.append(source)
         theirs = Run(source, self.config, preset("exact"), label="reference ")
         expected, limit = expectation(self.numerics, self.source.layout, source.layout)
         replayed, forced, exact = self.own, None, frozenset[str]()
@@ -87,17 +98,23 @@ class Job:
         replay = Decisions.replay(theirs.decisions.chosen)
         return Run(self.source, self.config, self.arithmetic, decisions=replay)
 
-    def run(self, ids: Sequence[int], tokens: int, top: int, progress: Callable[[Tick], None] | None) -> None:
+    def run(self, prompt: Prompt, tokens: int, top: int, progress: Callable[[Tick], None] | None) -> None:
         """Take the prompt in and generate."""
         ticker = Ticker(self.config.layers, tokens, progress)
         main = self.comparison or self.own
-        main.begin(ids)
+        main.begin(prompt.positions, *self._rows(prompt, ticker))
         self.layers = ticker.over(main.layer)
         if self.comparison:
             self.theirs.append(Step.of(self.comparison.finish(), 1).token)
         self.steps.append(Step.of(self.own.logits(), top))
         while len(self.steps) < tokens and self.steps[-1].token not in self.ends:
             self.further.append(self._next(ticker, top))
+
+    def _rows(self, prompt: Prompt, ticker: Ticker) -> list[Tensor]:
+        """Return what the vision tower of each checkpoint makes of the pictures; nothing for text."""
+        if self.pictures is None:
+            return []
+        return [self.pictures.rows(source, prompt.blocks, ticker.report) for source in self.sources]
 
     def _next(self, ticker: Ticker, top: int) -> float:
         """Generate one more token, compared as the prompt is while both have said the same."""
@@ -185,8 +202,11 @@ def _stop_tokens(seen: Survey) -> frozenset[int]:
     return frozenset(listed)
 
 
-def _require_same(config: ModelConfig, reference: ModelConfig) -> None:
+def _require_same(config: ModelConfig | VisionConfig, reference: ModelConfig | VisionConfig | None) -> None:
     """Refuse a reference with another number in its config; none of them is changed by a conversion."""
+    if reference is None:
+        problem = "is another model: it has no vision tower"
+        raise Dsv4Error(finding("reference.other", "config.json", problem))
     other = [n for n in config.__slots__ if getattr(config, n) != getattr(reference, n)]
     if other:
         problem = f"is another model: {', '.join(f'`{n}`' for n in other[:3])} differ"

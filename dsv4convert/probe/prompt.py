@@ -12,18 +12,21 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, encodable, finding
 from dsv4convert.files import open_regular, printable, read_start
+from dsv4convert.vision.layout import PLACEHOLDER, Block, Expanded, Grid, expand
 
 TOKENIZER: Final = "tokenizer.json"
 _MAX_TOKENIZER_BYTES: Final = 64 << 20
 #: One user turn, answered without thinking: what stands before the text and after it.
 _BEFORE: Final = ("<｜begin▁of▁sentence｜>", "<｜User｜>")
 _AFTER: Final = ("<｜Assistant｜>", "</think>")
+#: What stands between the parts of a turn, pictures and texts.
+_BETWEEN: Final = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,37 @@ class Prompt:
     """What the model is given.
 
     Attributes:
-        ids: Token ids, at least one.
+        ids: Token ids, at least one; a picture is one placeholder here.
         text: The text they were made from; None when ids were given.
         chat: The text was wrapped as one user turn.
+        expanded: The same with the positions of its pictures; None without pictures.
     """
 
     ids: tuple[int, ...]
     text: str | None = None
     chat: bool = False
+    expanded: Expanded | None = None
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Ids that the model runs on: every picture is its block of pseudo ids."""
+        return self.expanded.ids if self.expanded else self.ids
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Where its pictures stand."""
+        return self.expanded.blocks if self.expanded else ()
+
+    def with_pictures(self, grids: Sequence[Grid], placeholder: int, vocab: int) -> Prompt:
+        """Give every placeholder the positions of a picture.
+
+        Raises:
+            Refused: ``probe.pictures``; there are more or fewer placeholders than pictures.
+        """
+        try:
+            return replace(self, expanded=expand(self.ids, grids, placeholder, vocab))
+        except ValueError as error:
+            raise Refused(finding("probe.pictures", "prompt", str(error))) from None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -59,12 +85,19 @@ class Vocabulary:
     def __init__(self, root: Path) -> None:
         self._tokenizer = _load(root)
 
-    def encode(self, text: str, *, chat: bool) -> tuple[int, ...]:
+    @property
+    def placeholder(self) -> int | None:
+        """Id that stands for a picture; None in a vocabulary of text."""
+        found: int | None = self._tokenizer.token_to_id(PLACEHOLDER)
+        return found
+
+    def encode(self, text: str, *, chat: bool, pictures: int = 0) -> tuple[int, ...]:
         """Return the ids of a text, with what `tokenizer.json` itself adds to it.
 
         Args:
             text: Markers such as ``<｜User｜>`` in it become their tokens, as they do in a server.
             chat: Wrap it as one user turn, to be answered without thinking.
+            pictures: How many are shown; they come before a text that names no place for them.
 
         Raises:
             Refused: ``probe.chat``; a marker of the chat form is no token here. ``probe.prompt``; the text
@@ -73,6 +106,8 @@ class Vocabulary:
         if encodable(text) != text:
             problem = "is no text: it holds bytes that are not UTF-8"
             raise Refused(finding("probe.prompt", "prompt", problem, expected="UTF-8"))
+        if pictures and PLACEHOLDER not in text:
+            text = _BETWEEN.join([PLACEHOLDER] * pictures + ([text] if text else []))
         if not chat:
             return tuple(self._tokenizer.encode(text).ids)
         missing = [m for m in (*_BEFORE, *_AFTER) if self._tokenizer.token_to_id(m) is None]
@@ -133,8 +168,8 @@ def check_prompt(prompt: Prompt, vocab: int, longest: int) -> None:
     """
     if not prompt.ids:
         raise Refused(finding("probe.prompt", "prompt", "holds no token", expected="at least one"))
-    if len(prompt.ids) > longest:
-        expected, found = f"at most {longest:,} tokens", f"{len(prompt.ids):,}"
+    if len(prompt.positions) > longest:
+        expected, found = f"at most {longest:,} tokens", f"{len(prompt.positions):,}"
         problem = "is longer than `max_position_embeddings` leaves room for"
         raise Refused(finding("probe.prompt", "prompt", problem, expected=expected, found=found))
     outside = [(at, i) for at, i in enumerate(prompt.ids) if not 0 <= i < vocab]

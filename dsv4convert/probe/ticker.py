@@ -12,7 +12,7 @@ class Tick(NamedTuple):
 
     Attributes:
         done, total: Layers of all passes: one over the prompt, one for each further token.
-        layer: ``layers.N``.
+        layer: ``layers.N``; or a part of the vision tower, ``vision.blocks.N``, which runs before them.
         seconds: Time it took, in both checkpoints together if there is a reference.
     """
 
@@ -39,6 +39,10 @@ class Ticker:
             layer(index)
             seconds.append(time.perf_counter() - started)
             self._done += 1
-            if self._progress:
-                self._progress(Tick(self._done, self._total, f"layers.{index}", seconds[-1]))
+            self.report(f"layers.{index}", seconds[-1])
         return seconds
+
+    def report(self, layer: str, seconds: float) -> None:
+        """Say that a layer or a part of the vision tower took this time."""
+        if self._progress:
+            self._progress(Tick(self._done, self._total, layer, seconds))

@@ -12,6 +12,8 @@ from typing import Any, Final
 #: START and END, which every block has, and the most PADs that stand before START.
 ENDS: Final = 2
 MOST_LEAD: Final = 3
+#: Pictures of one prompt, unless a server is told otherwise. The real bound is the length of the context.
+MOST_PICTURES: Final = 96
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,10 @@ def read_answers(file: Path, seen: Survey) -> Answers:
     prompt, agreement = golden["prompt"], golden["agreement"] or {}
     shown = ", ".join(map(str, prompt["ids"][:PROMPT_SHOWN]))
     ids = shown + (", …" if len(prompt["ids"]) > PROMPT_SHOWN else "")
+    pictures = "".join(f"[{printable(picture['file'])}] " for picture in prompt.get("pictures", ()))
     return Answers(
         numerics=golden["numerics"],
-        prompt=ids if prompt["text"] is None else printable(prompt["text"], 4096),
+        prompt=pictures + (ids if prompt["text"] is None else printable(prompt["text"], 4096)),
         prompt_tokens=count(len(prompt["ids"]), "count golden:/prompt/ids/*"),
         text=golden["text"],
         tokens=tuple(_token(step, i) for i, step in enumerate(golden["steps"])),

@@ -52,7 +52,7 @@ def test_the_golden_file_is_what_its_schema_says(cli: Cli, trio: dict[str, Path]
     golden = read_json(written)
     require("golden", golden)
     assert golden == shown["golden"] == read_golden(written)
-    assert golden["prompt"] == {"ids": SHORT, "text": None, "chat": False}
+    assert golden["prompt"] == {"ids": SHORT, "text": None, "chat": False, "pictures": []}
     assert (
         golden["checkpoint"]["manifest_sha256"] and golden["agreement"]["reference"]["layout"] == "official"
     )
@@ -134,9 +134,9 @@ def test_text_is_encoded_by_the_checkpoints_tokenizer(cli: Cli, trio: dict[str, 
     plain, chat = (cli(*arguments, *extra).json()["golden"] for extra in ((), ("--chat",)))
     # Bytes follow the six markers of the synthetic vocabulary.
     text = [6 + byte for byte in "Aé".encode()]
-    assert plain["prompt"] == {"ids": text, "text": "Aé", "chat": False}
+    assert plain["prompt"] == {"ids": text, "text": "Aé", "chat": False, "pictures": []}
     # Begin of text, user, the text, assistant, end of thinking.
-    assert chat["prompt"] == {"ids": [0, 2, *text, 3, 5], "text": "Aé", "chat": True}
+    assert chat["prompt"] == {"ids": [0, 2, *text, 3, 5], "text": "Aé", "chat": True, "pictures": []}
     assert isinstance(plain["text"], str) and all(
         isinstance(r["text"], str) for r in plain["steps"][0]["top"]
     )

@@ -21,14 +21,18 @@ def _no_gradients() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tiny.Tiny]:
-    """Return ``model(kind, layout="official")``: a tiny checkpoint or its conversion; not to be changed."""
+    """Return ``model(kind, layout="official")``: a tiny checkpoint or its conversion; not to be changed.
+
+    The kind ``pictures`` is ``plain`` of the release with a vision tower.
+    """
     root = tmp_path_factory.mktemp("tiny")
     read: dict[Path, tiny.Tiny] = {}
 
     def get(kind: str, layout: str = "official") -> tiny.Tiny:
         source = root / kind
         if not source.exists():
-            tiny.make(root, kind)
+            release = tiny.VISION_RELEASE if kind == "pictures" else tiny.RELEASE
+            tiny.make(root, kind, release)
         path = source if layout == "official" else root / f"{kind}-{layout}"
         if not path.exists():
             convert(source, path, experts=layout)

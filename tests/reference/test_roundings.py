@@ -48,7 +48,7 @@ def test_linear_rounds_inputs_of_fp8_layers_and_experts(
 ) -> None:
     seen = widths(arithmetic, "fake_e4m3")
     layer, x = _layer_2(model, Numerics(linear="e4m3")), torch.randn(TOKENS, HIDDEN)
-    layer.attention(x, layer.state())
+    layer.attention(x, prompt(TOKENS), layer.state())
     # wq_a, wq_b, wkv, the indexer's wq_b, wo_b; not wo_a, both compressors, weights_proj.
     assert seen == [HIDDEN, Q_LORA, HIDDEN, Q_LORA, O_LORA]
     seen.clear()
@@ -64,11 +64,11 @@ def test_kv_rounds_unrotated_dims_of_latents_and_entries(
     linear, kv = widths(arithmetic, "fake_e4m3"), widths(block, "fake_e4m3")
     layer, x = _layer_2(model, Numerics(kv="e4m3")), torch.randn(TOKENS, HIDDEN)
     state = layer.state()
-    layer.attention(x, state)
+    layer.attention(x, prompt(TOKENS), state)
     assert (linear, kv) == ([], [NOPE, NOPE])
     plain = _layer_2(model, EXACT)
     exact = plain.state()
-    plain.attention(x, exact)
+    plain.attention(x, prompt(TOKENS), exact)
     pairs = ((state.window, exact.window), (state.compressed, exact.compressed))
     for rounded, kept in pairs:
         assert torch.equal(rounded[:, NOPE:], kept[:, NOPE:])
@@ -81,7 +81,7 @@ def test_index_rounds_queries_and_keys_after_the_rotation(
 ) -> None:
     rotated, rounded = widths(block, "hadamard"), widths(block, function)
     layer = _layer_2(model, Numerics(index=index))
-    layer.attention(torch.randn(TOKENS, HIDDEN), layer.state())
+    layer.attention(torch.randn(TOKENS, HIDDEN), prompt(TOKENS), layer.state())
     assert rotated == rounded == [128, 128]
 
 

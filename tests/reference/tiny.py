@@ -29,6 +29,7 @@ from kernels_ref.tensors import Int8Shift
 from tests.shardfile import Row, rows, write_shard
 
 RELEASE = "deepseek-v4-flash-0731"
+VISION_RELEASE = "deepseek-v4-flash-vision-exp"
 KINDS = ("plain", "hard")
 
 _DTYPES = {
@@ -85,7 +86,7 @@ def _floats(name: str, shape: tuple[int, ...], hard: bool, gen: torch.Generator)
     if name == "embed.weight":
         # Mean squares around 1e-6, the epsilon, in every second row.
         return torch.where(torch.arange(shape[0])[:, None] % 2 == 0, 1e-3 * x, x) if hard else x
-    if name.endswith("norm.weight"):
+    if re.search(r"norm[12]?\.weight$", name):
         return 1 + 0.1 * x
     if name.endswith(("hc_attn_fn", "hc_ffn_fn", "hc_head_fn")):
         return 0.02 * x
@@ -93,7 +94,7 @@ def _floats(name: str, shape: tuple[int, ...], hard: bool, gen: torch.Generator)
         return 1 + 0.1 * x
     if name.endswith(("hc_attn_base", "hc_ffn_base")):
         return x * (4.0 if hard else 0.5)
-    if re.search(r"(hc_head_base|gate\.bias|\.ape)$", name):
+    if re.search(r"(hc_head_base|gate\.bias|gate\.bias_vl|\.ape)$", name):
         return 0.3 * x
     return x * (shape[-1] ** -0.5 if len(shape) == 2 else 1.0)
 

@@ -10,12 +10,17 @@ from dsv4convert import releases
 from dsv4convert.vision.config import VisionConfig
 
 
-@pytest.fixture(scope="session")
-def released() -> VisionConfig:
+def numbers() -> VisionConfig:
     """Return the numbers of DeepSeek-V4-Flash-Vision-Exp."""
     vision = VisionConfig.from_config(releases.config("deepseek-v4-flash-vision-exp"))
     assert vision is not None
     return vision
+
+
+@pytest.fixture(scope="session")
+def released() -> VisionConfig:
+    """Return `numbers`."""
+    return numbers()
 
 
 @pytest.fixture(scope="session")
