@@ -5,6 +5,8 @@ Interpreted products of bf16 are wrong and casts to it truncate, so rows and res
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +47,22 @@ def test_attention(heads: int, extra: int, places: int, seed: int) -> None:
     result = call(attend_with_places, places, *problem.args(), **problem.keywords())
     limit = tolerances.FLOAT32_SUMS if places == 1 else tolerances.FLOAT16_PARTS
     assert relative(result, exact_attention(problem)) < limit
+
+
+def test_the_window_of_a_picture_is_wider_and_leaves_text_alone(seed: int) -> None:
+    """A step with pictures has lists of up to 512; its rows of text are those of a step without."""
+    extra = {"extra": 96, "extra_lengths": EXTRA_LENGTHS}
+    problem = draw_attention(
+        seed, tokens=3, heads=3, dtype=torch.float32, width=512, lengths=[509, 128, 1], **extra
+    )
+    problem.indices[1:, 128:] = -1
+    wide = call(attend_with_places, 1, *problem.args(), **problem.keywords())
+    assert relative(wide, exact_attention(problem)) < tolerances.FLOAT32_SUMS
+    narrow = replace(
+        problem, indices=problem.indices[:, :128].contiguous(), lengths=problem.lengths.clamp(max=128)
+    )
+    text = call(attend_with_places, 1, *narrow.args(), **narrow.keywords())
+    assert torch.equal(wide[1:], text[1:]) and not torch.equal(wide[0], text[0])
 
 
 def attend_with_places(places: int, *args: Tensor, **kwargs: Tensor) -> Tensor:

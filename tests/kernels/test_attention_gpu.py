@@ -43,6 +43,15 @@ def test_attention(tokens: int, extra: int, heads: int, seed: int) -> None:
     assert relative(out, _judge(problem)) < tolerances.ATTENTION_BF16
 
 
+@pytest.mark.parametrize("tokens", [3, 700])
+def test_attention_over_a_whole_picture(tokens: int, seed: int) -> None:
+    """In a step with pictures the list of the window is up to 512 wide; most rows have 128 of it."""
+    drawn = {"width": 512, "lengths": [509, 128, 1], "extra": PICKED, "extra_lengths": EXTRA_LENGTHS}
+    problem = draw_attention(seed, tokens=tokens, heads=16, rows=4096, **drawn).to("cuda")
+    out = attention.sparse_attention(*problem.args(), **problem.keywords(), out=_poisoned(problem))
+    assert relative(out, _judge(problem)) < tolerances.ATTENTION_BF16
+
+
 @pytest.mark.parametrize("extra", [64, 8192], ids=["64 entries", "8192 entries"])
 def test_attention_over_every_compressed_entry(extra: int, seed: int) -> None:
     """Ratio 128 has no indexer: the list is as long as the context, its width a multiple of 64."""
