@@ -105,6 +105,16 @@ def test_options_that_pictures_rule_out(
     assert _codes(replace(launch, extra=extra, root=toys.original("int8"))) == []
 
 
+@pytest.mark.parametrize("dspark", [False, True])
+def test_no_draft_but_dspark(cli: Callable[..., Ran], seeing: Path, dspark: bool) -> None:
+    """Trap 14: the other drafts of SGLang refuse a checkpoint with three stages."""
+    command, _ = _dry_run(cli, seeing, *(["--dspark"] if dspark else []))
+    assert value_of(command, "--speculative-algorithm") == ("DSPARK" if dspark else None)
+    for algorithm in ("EAGLE", "NEXTN"):
+        ran = cli("serve", seeing, "--dry-run", "--", "--speculative-algorithm", algorithm)
+        assert ran.exit_code == 2 and "--speculative-algorithm: use `--dspark`" in ran.err
+
+
 def test_a_step_that_memory_makes_too_short_is_refused(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def test_options_against_the_checkpoint(
         ("preview", True, "serve.draft", "no DSpark draft"),
         ("preview", False, None, ""),
         ("vision", False, None, ""),
+        ("vision", True, None, ""),
         ("v4.1", False, "serve.release", "no runtime"),
     ],
 )

@@ -150,7 +150,7 @@ def _adder(chunk: int | None, *, total: int = 1 << 20, window: int = 1 << 20) ->
     return PrefillAdder(_PAGE, cache, allocator, None, 1.0, 16384, chunk)
 
 
-def _prefill(request: Req, chunk: int, first: int = 0) -> list[int]:
+def prefill(request: Req, chunk: int, first: int = 0) -> list[int]:
     """Prefill a request step by step, as the scheduler does, and return where the steps ended."""
     request.prefix_indices = torch.arange(first)
     request._refresh_fill_ids()
@@ -173,7 +173,7 @@ def test_96_packed_pictures_are_prefilled_whole(chunk: int) -> None:
     """There is hardly a page boundary between packed pictures, so that steps have to end elsewhere."""
     blocks = _packed(7, 96)
     length = blocks[-1][1] + 50
-    ends = _prefill(_request(length, blocks), chunk)
+    ends = prefill(_request(length, blocks), chunk)
     assert ends[-1] == length and not any(_is_inside(end, blocks) for end in ends)
     steps = [b - a for a, b in zip([0, *ends], ends, strict=False)]
     assert min(steps) > 0 and max(steps) <= chunk
@@ -193,14 +193,14 @@ def test_any_arrangement_makes_progress() -> None:
         length = position + choose.randrange(1, 300)
         # From a cached prefix: whole pages that end in no picture.
         first = choose.choice([p for p in range(0, length - 1, _PAGE) if not _is_inside(p, blocks)])
-        ends = _prefill(_request(length, blocks), choose.choice((1024, 1536, 8192)), first)
+        ends = prefill(_request(length, blocks), choose.choice((1024, 1536, 8192)), first)
         assert ends[-1] == length and not any(_is_inside(end, blocks) for end in ends)
         assert all(a < b for a, b in zip([first, *ends], ends, strict=False))
 
 
 @pytest.mark.parametrize("chunk", [1024, 8192])
 def test_text_is_cut_as_stock_cuts_it(chunk: int) -> None:
-    ends = _prefill(_request(20_000, []), chunk)
+    ends = prefill(_request(20_000, []), chunk)
     assert ends == [*range(chunk, 20_000, chunk), 20_000]
 
 
@@ -230,6 +230,29 @@ def test_a_new_request_waits_for_the_window_pool() -> None:
     adder = _adder(8192, window=128 + 4 * _PAGE)
     adder.add_one_req(request, False, None)
     assert adder.can_run_list == [request] and not _is_inside(request.extend_range.end, _packed(3, 5))
+
+
+def test_a_new_request_waits_for_what_its_own_prefix_holds() -> None:
+    """While SGLang decides, it holds the cached prefix, whose window rows no longer count as free."""
+    blocks = _packed(256, 5)
+    request = _request(3000, blocks)
+    request._refresh_fill_ids()
+    request.prefix_indices = torch.arange(_PAGE)
+    adder = _adder(8192, window=128 + 3 * _PAGE - 1)
+    cache = adder.tree_cache
+    cache.swa_evictable_size.return_value = 1 << 20
+    held = {"inc_lock_ref": 0, "dec_lock_ref": 1 << 20}
+    for name, evictable in held.items():
+
+        def hold(*args: Any, evictable: int = evictable) -> IncLockRefResult:
+            cache.swa_evictable_size.return_value = evictable
+            return IncLockRefResult()
+
+        getattr(cache, name).side_effect = hold
+    assert adder.add_one_req(request, False, None) is AddReqResult.OTHER and adder.can_run_list == []
+    # The twin: stock begins it with one page, which divides the first picture.
+    PrefillAdder.add_one_req.__wrapped__(adder, request, False, None)
+    assert adder.can_run_list == [request] and request.extend_range.length == _PAGE
 
 
 def test_an_unfinished_request_waits_and_lets_nothing_else_begin() -> None:
@@ -285,5 +308,5 @@ def test_a_retracted_request_keeps_its_pictures() -> None:
     request.output_ids.extend([1, 2, 3])
     request.reset_for_retract()
     assert request.multimodal_inputs is inputs
-    ends = _prefill(request, 1024)
+    ends = prefill(request, 1024)
     assert ends[-1] == blocks[-1][1] + 13 and not any(_is_inside(end, blocks) for end in ends)

@@ -74,12 +74,14 @@ def _too_short(adder: Any, req: Any, left: int) -> bool:
     room = adder.rem_chunk_tokens
     if room is None:
         return False
-    if (
-        adder.is_hybrid_swa
-        and adder._swa_budget_for_req(left, req.swa_host_hit_length) >= adder.rem_swa_tokens
-    ):
-        room = min(room, adder._swa_chunk_cap(req.swa_host_hit_length))
-    return bool(adder.ceil_paged_tokens(left) > room and room < ROOM)
+    left = adder.ceil_paged_tokens(left)
+    if adder.is_hybrid_swa:
+        # SGLang holds the cached prefix while it looks, so that less of the pool counts as free.
+        with adder._lock_node(req.last_node):
+            needed = adder._swa_budget_for_req(left, req.swa_host_hit_length)
+            if needed >= adder.rem_swa_tokens:
+                room = min(room, adder._swa_chunk_cap(req.swa_host_hit_length))
+    return bool(left > room and room < ROOM)
 
 
 def go_on(stock: Any, module: ModuleType) -> Callable[..., Any]:
