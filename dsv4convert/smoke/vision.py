@@ -70,7 +70,7 @@ def _of_protocol(stage: Stage, speaker: Speaker) -> Iterator[Check]:
     yield Check(f"vision.{name}-turns", turns, partial(_turns, stage, speaker), VISION)
     tools = "a picture in a tool result keeps its place there, and its colour is known"
     if name == "responses":
-        tools += "; or it is refused with 400, as SGLang 0.5.16 does, and never lost"
+        tools += "; or it is refused with 400, as by SGLang 0.5.16 without the shim, and never lost"
     yield Check(f"vision.{name}-tools", tools, partial(_tools, stage, speaker), VISION)
 
 

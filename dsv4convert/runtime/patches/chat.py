@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -43,6 +43,59 @@ def with_pictures(stock: Any, module: ModuleType) -> Callable[..., Any]:
     return _apply_jinja_template
 
 
+def with_places(stock: Any, module: ModuleType) -> Callable[..., Any]:
+    """V2b: what V2 refuses, said where Messages makes 400 of it; of an error inside V2 it makes 500."""
+
+    def _validate_request(self: Any, request: Any) -> str | None:
+        faults = (fault for message in request.messages if (fault := _fault(message)))
+        problem: str | None = stock(self, request) or next(faults, None)
+        return problem
+
+    return _validate_request
+
+
+def of_responses(stock: Any, module: ModuleType) -> Callable[..., Any]:
+    """V2c: pictures in function results of Responses; none in its system turns, where stock drops them."""
+
+    def _construct_input_messages(self: Any, request: Any, prev_response: Any = None) -> Any:
+        items = request.input if isinstance(request.input, list) else []
+        for item in map(_plain, items):
+            parts = item.get("content")
+            role = item.get("role")
+            if role in ("system", "developer") and isinstance(parts, list):
+                kinds = {_plain(part).get("type") for part in parts}
+                if kinds & {"input_image", "image_url"}:
+                    raise ValueError(_misplaced(role))
+        messages = stock(self, request, prev_response)
+        for message in messages:
+            if message.get("role") == "tool" and isinstance(message.get("content"), list):
+                # Stock does this to every other message.
+                message["content"] = list(
+                    map(self._normalize_response_content_part_for_chat, message["content"])
+                )
+        return messages
+
+    return _construct_input_messages
+
+
+def _plain(value: Any) -> Mapping[str, Any]:
+    found = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
+    return found if isinstance(found, Mapping) else {}
+
+
+def _misplaced(role: str) -> str:
+    return f"pictures belong into messages of {' and '.join(ROLES)}, found one of role {role!r}"
+
+
+def _fault(message: Any) -> str | None:
+    """Say why a message cannot be encoded; None if it can."""
+    kinds = [part.type for part in message.content] if isinstance(message.content, list) else []
+    for kind in ("video_url", "audio_url"):
+        if kind in kinds:
+            return f"this model sees pictures, and a message holds a part of type {kind!r}"
+    return _misplaced(message.role) if "image_url" in kinds and message.role not in ROLES else None
+
+
 class _Marks:
     """The pictures of a request and what stands for them while SGLang writes the prompt."""
 
@@ -60,17 +113,10 @@ class _Marks:
         return request.model_copy(update={"messages": messages}) if self._urls else request
 
     def _as_text(self, message: Any) -> Any:
-        if not isinstance(message.content, list):
+        if fault := _fault(message):
+            raise ValueError(fault)
+        if not isinstance(message.content, list) or all(part.type != "image_url" for part in message.content):
             return message
-        kinds = [part.type for part in message.content]
-        for kind in ("video_url", "audio_url"):
-            if kind in kinds:
-                raise ValueError(f"this model sees pictures, and a message holds a part of type {kind!r}")
-        if "image_url" not in kinds:
-            return message
-        if message.role not in ROLES:
-            places = " and ".join(ROLES)
-            raise ValueError(f"pictures belong into messages of {places}, found one of role {message.role!r}")
         text = _BETWEEN.join(self._parts(message.content))
         return message.model_copy(update={"content": text})
 
