@@ -363,9 +363,6 @@ class _Handler(BaseHTTPRequestHandler):
         if talk.seen and body.get("stream") and self.server.has("stream-counts-places"):
             prompt = len(self.server.words.encode(talk.render()))
         usage = {"input_tokens": prompt, "output_tokens": len(pieces), "total_tokens": prompt + len(pieces)}
-        if not body.get("stream"):
-            # SGLang uses the official names in streams alone.
-            usage = _usage(prompt, len(pieces))
         text = "".join(pieces)
         part = {"type": "output_text", "text": text, "annotations": []}
         item: dict[str, Any] = {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}

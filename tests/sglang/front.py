@@ -74,7 +74,7 @@ class Engine(TokenizerManager):
         read = await self._tokenize_one_request(obj)
         limit = obj.sampling_params["max_new_tokens"]
         letters = [follow([*(token % 2**32 for token in read.seen), n]) for n in range(limit)]
-        text = "".join(chr(97 + letter % 26) for letter in letters)
+        text = "".join(map(_letter, letters))
         for length in range(1, limit + 1) if obj.stream else (limit,):
             ended = {"type": "length", "length": limit} if length == limit else None
             yield {
@@ -84,7 +84,7 @@ class Engine(TokenizerManager):
             }
 
     def _meta(self, obj: Any, ids: Sequence[int], letters: Sequence[int]) -> dict[str, Any]:
-        top = [[(-0.5, letter, None), (-2.5, letter + 1, None)] for letter in letters]
+        top = [[(gap, n, _letter(n)) for gap, n in ((-0.5, n), (-2.5, n + 1))] for n in letters]
         return {
             "id": obj.rid,
             "prompt_tokens": len(ids),
@@ -95,6 +95,10 @@ class Engine(TokenizerManager):
             "weight_version": "default",
             "e2e_latency": 0.0,
         }
+
+
+def _letter(token: int) -> str:
+    return chr(97 + token % 26)
 
 
 @contextmanager

@@ -7,13 +7,18 @@ official ones. Answers follow from all tokens and from the hashes of pictures by
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dsv4convert.probe import probe
+from dsv4convert.smoke import pictures, tokens
 from dsv4convert.smoke.checks import Outcome, Scene, Terms
 from dsv4convert.smoke.server import open_server
+from dsv4convert.smoke.shown import golden_length, read_shown
 from dsv4convert.smoke.suite import run_suite
+from dsv4convert.vision.layout import PLACEHOLDER
 from tests.sglang.front import front
 
 TERMS = Terms(suite="vision", pictures=(1, 2, 8, 12), random_weights=True, number=7)
@@ -22,16 +27,21 @@ SKIPPED = {"vision.colour", "vision.order", "vision.shape", "vision.reading", "t
 
 
 @pytest.fixture(scope="module")
-def outcomes(shelf: Path) -> Iterator[dict[str, Outcome]]:
-    """Run the suite once."""
+def scene(shelf: Path) -> Iterator[Scene]:
     with (
         front(shelf / "vision-int8", limit=12) as url,
         open_server(url, "", 60.0) as server,
-        Scene.of(server, TERMS) as scene,
+        Scene.of(server, TERMS) as made,
     ):
-        found = run_suite(scene)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def outcomes(scene: Scene) -> dict[str, Outcome]:
+    """Run the suite once."""
+    found = run_suite(scene)
     assert found.lost is None
-    yield {outcome.name: outcome for outcome in found.outcomes}
+    return {outcome.name: outcome for outcome in found.outcomes}
 
 
 def test_every_check_passes(outcomes: dict[str, Outcome]) -> None:
@@ -47,3 +57,27 @@ def test_pictures_of_function_results_reach_the_model_through_responses(outcomes
 
 def test_limit_is_that_of_the_server(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["vision.limit"].facts == {"limit": 12}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["What is this?", f"One:\n\n{PLACEHOLDER}\n\nTwo:\n\n{PLACEHOLDER}\n\n{PLACEHOLDER}"],
+    ids=["before", "between"],
+)
+def test_probe_and_server_lay_out_the_same_prompt(
+    text: str, shelf: Path, scene: Scene, tmp_path: Path
+) -> None:
+    """By ids and as a chat; that the answers are others is the rule of the front."""
+    files = []
+    for picture in (pictures.plain("red"), pictures.shape("circle")):
+        files.append(tmp_path / f"{picture.name}.png")
+        files[-1].write_bytes(picture.data)
+    shown = [*files, files[0]]
+    golden = probe(shelf / "vision-int8", text, images=shown, chat=True, tokens=2).golden
+    terms = replace(TERMS, golden=golden, shown=read_shown(shown, golden))
+    results = {check.name: check.run() for check in tokens.checks(replace(scene, terms=terms))}
+    assert not results["tokens.ids"].skipped
+    codes = {f.code for name in ("tokens.ids", "tokens.text") for f in results[name].findings}
+    assert codes == {"smoke.golden"}
+    # Neither another number of tokens, `smoke.usage` and `smoke.template`, nor a refusal.
+    assert golden_length(golden) > len(golden["prompt"]["ids"]) + 3 * 90
