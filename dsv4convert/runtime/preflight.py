@@ -251,6 +251,12 @@ def _check_steps(launch: Launch, seen: Survey | None, budget: GpuMemory | None, 
     if steps and not steps.context:
         problem = "no prompt fits into a prefill step: weights and pools leave too little memory"
         notes.findings.append(finding("serve.memory", "--whole-prompts", problem))
+    elif steps and steps.context < (launch.demand.context or 0):
+        problem = "the context is longer than a prompt that one prefill step can take"
+        expected, asked = f"at most {steps.context:,} tokens", f"{launch.demand.context:,}"
+        notes.findings.append(
+            finding("serve.context", "--whole-prompts", problem, expected=expected, found=asked)
+        )
     if has_pictures(seen):
         notes.findings += conflicts(launch.extra, steps.chunk if steps else None)
         notes.checked.append("pictures: options of SGLang that rule them out")

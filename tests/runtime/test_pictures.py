@@ -145,6 +145,12 @@ def test_whole_prompts_are_as_long_as_scores_and_window_rows_allow(launch: Launc
     # One tenth of the capacity holds window rows.
     assert steps.context <= budget.tokens // 10 - 1024
     assert prefill_steps(launch, budget).context == budget.context > steps.context
+    # Whoever names a context gets it, or is told.
+    asked = replace(whole, demand=Demand(context=1 << 20, concurrency=64))
+    (fault,) = check_launch(asked, {}).findings
+    assert (fault.code, fault.where, fault.found) == ("serve.context", "--whole-prompts", "1,048,576")
+    assert _codes(replace(asked, whole_prompts=False)) == []
+    assert _codes(replace(asked, demand=Demand(context=16384, concurrency=64))) == []
     small = replace(budget, tokens=10 * 256)
     assert prefill_steps(whole, small).context == 0
 

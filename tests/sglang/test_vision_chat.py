@@ -277,6 +277,7 @@ def test_a_refusal_is_an_answer_with_status_400(server: OpenAIServingChat) -> No
 _PLAIN: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hello"}],
     [{"role": "user", "content": [_text("one"), _text("two")]}],
+    [{"role": "user", "content": " it 's not  so , is n't it ? \n\n . "}],
     [{"role": "system", "content": "short"}, {"role": "user", "content": "héllo \u200b 世界 🙂 \ufffd"}],
     [
         {"role": "user", "content": "hello"},

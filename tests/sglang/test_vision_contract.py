@@ -6,6 +6,9 @@ import argparse
 import importlib
 import inspect
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from sglang.srt.server_args import ServerArgs
 from dsv4convert.memory import Demand
 from dsv4convert.runtime import contract, launch
 from dsv4convert.runtime.vision import options
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,35 @@ def test_each_target_is_replaced_by_ours(patch: contract.Patch) -> None:
     assert found.__wrapped__.__globals__["__name__"] == patch.module
     assert tuple(inspect.signature(found.__wrapped__).parameters) == patch.parameters
     assert patch.module.removeprefix("sglang.").replace(".", "/") + ".py" in contract.HASHES
+
+
+_RESOLVE = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+from sglang.srt.managers import multimodal_processor as table
+from sglang.srt.models.registry import ModelRegistry
+table.import_processors(sys.argv[2], overwrite=True)
+found = [c for m, c in table.PROCESSOR_MAPPING.items() if m.__name__ == "DeepseekV4ForCausalLM"]
+print(ModelRegistry.models["DeepseekV4ForCausalLM"].__module__, *(c.__module__ for c in found))
+"""
+
+
+@pytest.mark.parametrize("first", ["sglang.srt.models.registry", "sglang.srt.entrypoints.http_server"])
+def test_our_classes_are_found_whatever_is_imported_first(first: str) -> None:
+    """SGLang imports them in the middle of its own modules, and would ignore that one is half there."""
+    paths = [contract.SITE, _ROOT, _ROOT / "tests/sglang/stubs"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [
+        sys.executable,
+        "-c",
+        _RESOLVE,
+        first,
+        contract.PICTURES["SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"],
+    ]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, cwd="/")
+    ours = "dsv4convert.runtime.vision"
+    wanted = f"{ours}.models.deepseek_v4 {ours}.processors.deepseek_v4"
+    assert done.stdout.splitlines()[-1:] == [wanted], done.stderr[-2000:]
 
 
 def test_the_architecture_takes_pictures() -> None:

@@ -31,7 +31,7 @@ def with_pictures(stock: Any, module: ModuleType) -> Callable[..., Any]:
         result = stock(self, marks.replace_pictures(request), tools, is_multimodal)
         tokenizer = self.tokenizer_manager.tokenizer
         # Only the text of a prompt is sent on with pictures, and stock leaves it empty.
-        written = tokenizer.decode(result.prompt_ids)
+        written = tokenizer.decode(result.prompt_ids, clean_up_tokenization_spaces=False)
         result.prompt, pictures = marks.resolve(written)
         if result.prompt != written:
             result.prompt_ids = tokenizer.encode(result.prompt)
