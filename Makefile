@@ -91,6 +91,9 @@ $(VENV_SGLANG)/.ready: constraints/sglang.txt
 	@$(PYTHON_SGLANG) -m venv --clear $(VENV_SGLANG)
 	@$(PY_SGLANG) -m pip install -qq --disable-pip-version-check --requirement $<
 	@$(PY_SGLANG) -m pip install -qq --disable-pip-version-check --no-deps sglang==0.5.16 compressed-tensors==0.20.1
+	@# Beside the environment, for one test: the others are to see SGLang without it.
+	@$(PY_SGLANG) -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV_SGLANG)/tilelang \
+	  tilelang==0.1.11 z3-solver==4.15.4 cloudpickle==3.1.3
 	@touch $@
 
 test-sglang: $(VENV_SGLANG)/.ready
