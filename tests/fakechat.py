@@ -446,7 +446,11 @@ class _Handler(BaseHTTPRequestHandler):
         blind = self.server.has("blind") or (self.server.has("other-prefix") and cached)
         told = [min(token, 10**6) if token < 2 * 10**6 and blind else token for token in prompt]
         for _ in range(limit):
-            ids.append(follow([*told, *ids]) + self._slip(len(prompt) + len(ids), body, crowded))
+            slip = self._slip(len(prompt) + len(ids), body, crowded)
+            if cached and len(ids) == 9 and self.server.has("ties-from-cache"):
+                # Close by, as `_top` says.
+                slip = 1
+            ids.append(follow([*told, *ids]) + slip)
         with self.server.lock:
             self.server.running -= 1
         if crowded and self.server.has("fails-at-once"):

@@ -23,7 +23,7 @@ _MOST_WORDS: Final = 24
 #: Sentences before and behind a picture: more than a page of a prefix cache, 256 tokens, each time.
 _SENTENCES: Final = 40
 #: Tokens that are compared after a picture was swapped.
-_AFTER_SWAP: Final = 8
+_AFTER_SWAP: Final = 12
 #: Difference in nats below which two lists of probabilities are the same.
 _SAME: Final = 1e-3
 _COLOUR: Final = "What colour is this picture? Answer with one word."
@@ -189,11 +189,18 @@ def _repeated(stage: Stage, where: str, colour: str, one: Generated, two: Genera
 
 
 def _distance(one: Generated, two: Generated) -> float:
-    """Return how far two answers are apart in nats: infinitely if other tokens won."""
-    if one.ids != two.ids:
-        return float("inf")
-    pairs = zip(one.gaps, two.gaps, strict=False)
-    return max((abs(a[t] - b[t]) for a, b in pairs for t in a.keys() & b.keys()), default=0.0)
+    """Return how far two lists of probabilities are apart in nats, up to where the answers part.
+
+    Without probabilities, and where the probable tokens are others, it is infinite if the answers differ.
+    """
+    if not one.gaps or not two.gaps:
+        return 0.0 if one.ids == two.ids else float("inf")
+    alike = agree(one.ids, two.ids) + 1
+    return max(map(_apart, one.gaps[:alike], two.gaps[:alike]), default=0.0)
+
+
+def _apart(one: Mapping[int, float], two: Mapping[int, float]) -> float:
+    return max((abs(one[token] - two[token]) for token in one.keys() & two.keys()), default=float("inf"))
 
 
 def _shown(nats: float) -> float | str:
