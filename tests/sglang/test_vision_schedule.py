@@ -15,10 +15,12 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler_components.logprob_result_processor import SchedulerLogprobResultProcessor
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import IncLockRefResult, InsertParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from tests.sglang import pictures
+from tests.sglang import pictures, world
 
 _PAGE = 256
 #: The largest block: 3 PADs and 378 positions.
@@ -50,13 +52,26 @@ def _is_inside(position: int, blocks: Blocks) -> bool:
 # ---- prefixes
 
 
-def _cache(*prompts: list[int]) -> RadixCache:
-    """Return a prefix cache with pages of 256 that holds prompts."""
-    allocator = MagicMock(device=torch.device("cpu"), page_size=_PAGE)
-    cache = RadixCache.create_simulated(mock_allocator=allocator, page_size=_PAGE)
+def _cache(*prompts: list[int]) -> SWARadixCache:
+    """Return the prefix cache that SGLang makes for this model, with pages of 256, holding prompts."""
+    allocator = SWATokenToKVPoolAllocator(
+        8192, 8192, _PAGE, torch.bfloat16, "cpu", world.make_pool(), need_sort=False
+    )
+    cache = SWARadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=_PAGE,
+            sliding_window_size=128,
+        )
+    )
     for prompt in prompts:
-        whole = prompt[: len(prompt) // _PAGE * _PAGE]
-        cache.insert(InsertParams(key=RadixKey(array("q", whole)), value=torch.arange(len(whole))))
+        whole = array("q", prompt[: len(prompt) // _PAGE * _PAGE])
+        # Both kinds of slots, as `alloc_extend` gives them, whose kernel needs a GPU.
+        slots = allocator.full_attn_allocator.alloc(len(whole))
+        allocator.full_to_swa_index_mapping[slots] = allocator.swa_attn_allocator.alloc(len(whole))
+        cache.insert(InsertParams(key=RadixKey(whole), value=slots, prev_prefix_len=0))
     return cache
 
 
