@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from sglang.srt.models import deepseek_v4 as stock
 from sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
 from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.runtime_context import get_server_args
 
 from dsv4convert.errors import Refused
 from dsv4convert.runtime import contract, gate, settings
+from dsv4convert.runtime.vision.models import deepseek_v4 as model_module
 from tests.sglang import expected, world
 from tests.sglang.world import Loaded
 
@@ -125,6 +128,51 @@ def test_a_class_that_does_not_see_is_refused(shelf: Path, monkeypatch: pytest.M
         "expected a class of dsv4convert.runtime.vision.models, found sglang.srt.models.deepseek_v4"
         "   [shim.vision]"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_dp_attention", True),
+        ("enable_two_batch_overlap", True),
+        ("enable_prefill_cp", True),
+        ("attn_cp_size", 2),
+        ("pp_size", 2),
+        ("moe_a2a_backend", "deepep"),
+        ("allow_auto_truncate", True),
+        ("enable_mixed_chunk", True),
+        ("enable_dynamic_chunking", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("speculative_algorithm", "NEXTN"),
+        ("chunked_prefill_size", 1023),
+    ],
+)
+def test_arguments_that_pictures_rule_out_are_refused(
+    shelf: Path, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without `serve`; trap 14 among them."""
+    args = copy.copy(get_server_args())
+    monkeypatch.setattr(model_module, "get_server_args", lambda: args)
+    monkeypatch.setattr(args, name, value)
+    with pytest.raises(Refused) as caught:
+        world.build(shelf / "vision-int8")
+    assert [(f.code, f.where, f.found) for f in caught.value.findings] == [("shim.option", name, str(value))]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("speculative_algorithm", "DSPARK"),
+        ("chunked_prefill_size", 1024),
+        ("chunked_prefill_size", -1),
+        ("chunked_prefill_size", None),
+        ("disable_radix_cache", True),
+    ],
+)
+def test_their_neighbours_are_not(name: str, value: object) -> None:
+    args = copy.copy(get_server_args())
+    setattr(args, name, value)
+    model_module._require_supported(args)
 
 
 def test_norms_of_the_model_take_their_epsilon_from_the_config(loaded: Callable[..., Loaded]) -> None:

@@ -20,17 +20,33 @@ import torch.nn.functional as F
 from sglang.srt.managers.mm_utils import embed_mm_inputs
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, MultimodalProcessorOutput
 from sglang.srt.models import deepseek_v4 as stock
+from sglang.srt.runtime_context import get_server_args
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from dsv4convert.errors import finding
 from dsv4convert.runtime.patches import guard
-from dsv4convert.runtime.refusal import refusal
+from dsv4convert.runtime.refusal import refusal, refuse_all
 from dsv4convert.runtime.vision.blocks import extended
+from dsv4convert.runtime.vision.options import SMALLEST_CHUNK
 from dsv4convert.vision.config import VisionConfig
 from dsv4convert.vision.layout import Grid, lead_pads
 from dsv4convert.vision.tower import Tower
 
 _TOWER: Final = ("vision.", "aligner.", "image_")
+#: Arguments of SGLang under which rows of pictures would not be those of the ids that this class sees, or a
+#: step could end inside a picture -> the only value that is right. `serve` refuses them before a start.
+_NEEDED: Final = {
+    "enable_dp_attention": False,
+    "enable_two_batch_overlap": False,
+    "enable_prefill_cp": False,
+    "attn_cp_size": 1,
+    "pp_size": 1,
+    "moe_a2a_backend": "none",
+    "allow_auto_truncate": False,
+    "enable_mixed_chunk": False,
+    "enable_dynamic_chunking": False,
+}
 #: Layers that route text by token id have this bias for form's sake; the official code never reads it.
 _HASH_BIAS: Final = re.compile(r"layers\.(\d+)\.ffn\.gate\.bias")
 
@@ -39,6 +55,7 @@ class DeepseekV4ForCausalLM(stock.DeepseekV4ForCausalLM):  # type: ignore[misc]
     """SGLang finds it by this name in place of its own."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        _require_supported(get_server_args())
         super().__init__(config, quant_config, prefix)
         vision = VisionConfig.from_config(config.to_dict())
         if vision is None:
@@ -155,6 +172,25 @@ class DeepseekV4ForCausalLM(stock.DeepseekV4ForCausalLM):  # type: ignore[misc]
     def _is_unused(self, name: str) -> bool:
         match = _HASH_BIAS.fullmatch(name)
         return match is not None and int(match[1]) < self.config.num_hash_layers
+
+
+def _require_supported(args: Any) -> None:
+    """Refuse arguments of SGLang that cannot be combined with pictures; not every launcher is ours."""
+    faults = [
+        (name, wanted, found) for name, wanted in _NEEDED.items() if (found := getattr(args, name)) != wanted
+    ]
+    algorithm, chunk = args.speculative_algorithm, args.chunked_prefill_size
+    if algorithm not in (None, "DSPARK"):
+        faults.append(("speculative_algorithm", "DSPARK or none", algorithm))
+    if chunk is not None and 0 < chunk < SMALLEST_CHUNK:
+        faults.append(("chunked_prefill_size", f"at least {SMALLEST_CHUNK}, or -1", chunk))
+    problem = "pictures cannot be combined with this argument of SGLang"
+    findings = [
+        finding("shim.option", name, problem, expected=str(wanted), found=str(found))
+        for name, wanted, found in faults
+    ]
+    if findings:
+        raise refuse_all(findings)
 
 
 def route(output: Any, is_picture: Tensor, bias: Tensor, factor: float) -> Any:
