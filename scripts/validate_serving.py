@@ -30,6 +30,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from serving_checkpoints import CHECKPOINTS, golden_words, prepare
+
 HOME = Path(__file__).resolve().parent.parent
 CLI = (sys.executable, "-m", "dsv4convert")
 CONTEXT, REQUESTS = 40960, 8
@@ -38,9 +40,6 @@ SHARING, FRACTION = 6, 0.1
 #: Seconds between two starts on one card: a server measures the free memory of a card twice, 7 s apart, and
 #: would take for its own weights what another one fills in between.
 STAGGER = 12
-#: Lengths of golden prompts: within a window; over 6 groups of 128; more keys than the indexer picks.
-LENGTHS = (40, 760, 3000)
-TOKENS = 24
 _JUDGED = ("--api-key-file", "key", "--random-weights")
 
 
@@ -49,13 +48,14 @@ class Run:
     """One server.
 
     Attributes:
-        layout: `int8`, `mxfp4`, or `foreseen`: INT8 with a draft that is always right.
+        layout: One of `CHECKPOINTS`.
         draft: Speculate with the DSpark draft.
         graph: Decode with CUDA graphs.
         chunk: Tokens of a prefill step; -1 for whole prompts.
         tp: Tensor-parallel size.
-        switch: Name of what `variables` switch on.
+        switch: Name of what `variables` and `extra` switch on.
         variables: More environment variables, as NAME=VALUE.
+        extra: More arguments of SGLang.
     """
 
     layout: str
@@ -65,6 +65,7 @@ class Run:
     tp: int = 1
     switch: str = ""
     variables: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -94,6 +95,8 @@ RUNS = (
         for draft in (False, True)
         for switch, variables in _SWITCHES
     ),
+    *(Run("vision", draft, chunk=chunk) for draft in (False, True) for chunk in (-1, 1024, 8192)),
+    Run("vision", switch="no-radix", extra=("--disable-radix-cache",)),
 )
 
 
@@ -138,6 +141,13 @@ class Machine:
             mine["SGLANG_IS_FLASHINFER_AVAILABLE"] = "0"
         return os.environ | mine
 
+    def command(self, log: str, *words: object) -> int:
+        """Run a command that has to succeed, as `serving_checkpoints.Command`."""
+        status, _ = ask(self, log, "client", *words)
+        if status:
+            raise SystemExit(f"error: `dsv4convert {words[0]}` ended with {status}: see {log}.log")
+        return status
+
 
 def ask(machine: Machine, log: str, part: str, *words: object, seconds: float = 900) -> tuple[int, str]:
     """Run a command of dsv4convert; return its status and stdout, and keep both streams in OUT."""
@@ -163,63 +173,6 @@ def _text(stream: str | bytes | None) -> str:
     return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
 
 
-# ---- checkpoints
-
-
-def prepare(machine: Machine, goldens: Path | None) -> None:
-    """Make the checkpoints and what `probe` says about them, unless they are there."""
-    if not (machine.work / "official").exists():
-        _require(ask(machine, "synth", "client", "synth", "official", "--scale", "served"))
-        _require(ask(machine, "original", "client", "original", "official"))
-    if not (machine.work / "foreseeable").exists():
-        _require(ask(machine, "synth-1", "client", "synth", "foreseeable", "--scale", "served", "--seed", 1))
-        change = [sys.executable, HOME / "scripts" / "foreseeable.py", machine.work / "foreseeable"]
-        subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
-    if not (machine.work / "key").exists():
-        _require(ask(machine, "keygen", "client", "keygen", "key"))
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda layout: _convert(machine, layout), ("int8", "mxfp4", "foreseen")))
-        if goldens is None:
-            goldens = machine.work / "goldens"
-            goldens.mkdir(exist_ok=True)
-            jobs = [(layout, length) for length in (0, *LENGTHS) for layout in ("int8", "mxfp4")]
-            list(pool.map(lambda job: _probe(machine, goldens, *job), jobs))
-    machine.goldens = goldens
-
-
-def _convert(machine: Machine, layout: str) -> None:
-    if (machine.work / layout / "config.json").exists():
-        return
-    source, experts = ("foreseeable", "int8") if layout == "foreseen" else ("official", layout)
-    _require(ask(machine, f"convert-{layout}", "client", "convert", source, layout, "--experts", experts))
-    words = ("converted", layout, "--reference", source, "--read-data")
-    _require(ask(machine, f"converted-{layout}", "client", *words))
-
-
-def _probe(machine: Machine, goldens: Path, layout: str, length: int) -> None:
-    name = f"{layout}-{length or 'chat'}"
-    if length:
-        prompt = ["--ids", ",".join(map(str, ids(length)))]
-    else:
-        prompt = ["--prompt", "Name three rivers.", "--chat"]
-    words = ("probe", layout, *prompt, "--tokens", TOKENS, "--top", 20, "--golden", goldens / f"{name}.json")
-    _require(ask(machine, f"probe-{name}", "client", *words))
-
-
-def ids(length: int) -> list[int]:
-    """Return a prompt: a fixed walk over the ids that are no byte and no marker."""
-    state, walk = 2026, []
-    for _ in range(length):
-        state = (1103515245 * state + 12345) % 2**31
-        walk.append(262 + (state >> 8) % 700)
-    return walk
-
-
-def _require(asked: tuple[int, str]) -> None:
-    if asked[0]:
-        raise RuntimeError("a step before the first server failed: see its log")
-
-
 # ---- servers
 
 
@@ -229,7 +182,7 @@ def validate(machine: Machine, run: Run, number: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         with _cards(machine, run, number) as cards, _server(machine, run, number, cards, result) as url:
-            result["goldens"] = {} if run.layout == "foreseen" else _goldens(machine, run, url)
+            result["goldens"] = _goldens(machine, run, url)
             if run.is_full:
                 result |= {"smoke": _smoke(machine, run, url), "load": _load(machine, run, url)}
         statuses = [result.get("smoke", 0), result.get("load", {}).get("status", 0)]
@@ -290,32 +243,32 @@ def _words(run: Run, port: int, log: Path) -> list[str]:
     ours += " --dspark" if run.draft else ""
     theirs = f"--grammar-backend none --sampling-backend pytorch --chunked-prefill-size {run.chunk}"
     theirs += " --enable-metrics" + ("" if run.graph else " --disable-cuda-graph")
-    return [*ours.split(), "--log-file", os.fspath(log), "--", *theirs.split()]
+    return [*ours.split(), "--log-file", os.fspath(log), "--", *theirs.split(), *run.extra]
 
 
 def _smoke(machine: Machine, run: Run, url: str) -> int:
-    words = ["--suite", "full", "--timeout", 600, *_JUDGED]
-    if run.layout == "foreseen":
+    wanted = CHECKPOINTS[run.layout]
+    words = ["--suite", "vision" if wanted.pictures else "full", "--timeout", 600, *_JUDGED]
+    if wanted.is_foreseeable:
         words += ["--min-accept-length", 5.9, "--min-accept-rate", 0.98]
     else:
-        words += ["--golden", machine.goldens / f"{run.layout}-chat.json"]
+        words += golden_words(run.layout, next(iter(wanted.goldens)), machine.goldens)
     return ask(machine, f"{run.name}-smoke", "client", "smoke", url, *words)[0]
 
 
 def _goldens(machine: Machine, run: Run, url: str) -> dict[str, dict[str, Any]]:
     """Compare the tokens of every golden file, all at once: batches change, and the tokens must not."""
 
-    def compare(length: int) -> tuple[str, dict[str, Any]]:
-        golden = machine.goldens / f"{run.layout}-{length}.json"
-        words = (*_JUDGED, "--golden", golden, "--json")
-        status, out = ask(machine, f"{run.name}-golden-{length}", "client", "smoke", url, *words)
+    def compare(golden: str) -> tuple[str, dict[str, Any]]:
+        words = (*_JUDGED, *golden_words(run.layout, golden, machine.goldens), "--json")
+        status, out = ask(machine, f"{run.name}-golden-{golden}", "client", "smoke", url, *words)
         checks = json.loads(out).get("checks", []) if out.startswith("{") else []
-        return str(length), {"status": status} | next(
-            (check["facts"] for check in checks if check["name"] == "tokens.ids"), {}
-        )
+        facts = next((check["facts"] for check in checks if check["name"] == "tokens.ids"), {})
+        return golden, {"status": status} | facts
 
-    with ThreadPoolExecutor(len(LENGTHS)) as pool:
-        return dict(pool.map(compare, LENGTHS))
+    goldens = list(CHECKPOINTS[run.layout].goldens)
+    with ThreadPoolExecutor(len(goldens) or 1) as pool:
+        return dict(pool.map(compare, goldens))
 
 
 def _load(machine: Machine, run: Run, url: str) -> dict[str, Any]:
@@ -348,10 +301,14 @@ def main() -> int:
     arguments = _arguments()
     machine = Machine(arguments.work.resolve(), arguments.out.resolve(), arguments.gpus, arguments.native)
     machine.out.mkdir(parents=True, exist_ok=True)
-    prepare(machine, arguments.goldens and arguments.goldens.resolve())
+    if not (machine.work / "key").exists():
+        machine.command("keygen", "keygen", "key")
     runs: Sequence[Run] = [
         run for run in RUNS if (run.name in arguments.run if arguments.run else run.tp <= machine.gpus)
     ]
+    layouts = [run.layout for run in runs]
+    earlier = arguments.goldens and arguments.goldens.resolve()
+    machine.goldens = prepare(machine.command, machine.work, layouts, earlier)
     with ThreadPoolExecutor(SHARING * machine.gpus) as pool:
         results = list(pool.map(lambda job: validate(machine, job[1], job[0]), enumerate(runs)))
     (machine.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -84,18 +84,52 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
         words = validate_serving._words(run, 31000, tmp_path / "log")
         context = serve.make_context("serve", words[1:])
         assert (context.params["tp"], context.params["dspark"]) == (run.tp, run.draft)
-        assert context.params["extra"][-1] == ("--enable-metrics" if run.graph else "--disable-cuda-graph")
+        assert ("--disable-cuda-graph" in context.params["extra"]) is not run.graph
     with pytest.raises(click.UsageError):
         serve.make_context("serve", [*words[1 : words.index("--")], "--unknown"])
 
 
 def test_prompts_are_as_long_as_they_say_and_hold_no_marker() -> None:
-    import validate_serving
+    import serving_checkpoints
 
-    for length in validate_serving.LENGTHS:
-        prompt = validate_serving.ids(length)
+    for length in (40, 760, 3000):
+        prompt = [int(word) for word in serving_checkpoints.ids(length).split(",")]
         # 6 markers and 256 bytes come first in the vocabulary of 1024.
         assert len(prompt) == length and min(prompt) >= 262 and max(prompt) < 1024
+
+
+def test_checkpoints_are_made_and_probed_by_commands_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import serving_checkpoints
+
+    from dsv4convert.cli import main
+
+    said: dict[str, list[str]] = {}
+
+    def command(log: str, *words: object) -> int:
+        name, *rest = map(str, words)
+        if name in ("synth", "convert"):
+            (tmp_path / rest[name == "convert"]).mkdir()
+        rest = [str(tmp_path / word) if (tmp_path / word).is_dir() else word for word in rest]
+        assert main.commands[name].make_context(name, rest) is not None
+        said[log] = rest
+        return 0
+
+    changed: list[Path] = []
+    monkeypatch.setattr(serving_checkpoints.subprocess, "run", lambda words, **_: changed.append(words[-1]))
+    folder = serving_checkpoints.prepare(command, tmp_path, serving_checkpoints.CHECKPOINTS, None)
+    assert changed == [tmp_path / "foreseeable"]
+    assert sum(log.startswith("synth-") for log in said) == 3
+    assert sum(log.startswith("convert-") for log in said) == 4
+    assert said["probe-vision-three"].count("--image") == 3
+    for layout, golden in (("vision", "three"), ("int8", "chat")):
+        words = serving_checkpoints.golden_words(layout, golden, folder)
+        assert words[1] == said[f"probe-{layout}-{golden}"][-1]
+    # With golden files of another time only checkpoints are made, and those are there.
+    said.clear()
+    assert serving_checkpoints.prepare(command, tmp_path, ["int8"], tmp_path) == tmp_path
+    assert not said
 
 
 # ---- foreseeable
