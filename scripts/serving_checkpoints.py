@@ -40,16 +40,16 @@ class Checkpoint:
     pictures: Mapping[str, tuple[str, ...]]
 
 
-def ids(length: int) -> str:
-    """Return a prompt: a fixed walk over the ids that are no byte and no marker, with commas."""
+def ids(length: int, first: int = 262) -> str:
+    """Return a prompt: a fixed walk over 700 ids from `first` on, with commas."""
     state, walk = 2026, []
     for _ in range(length):
         state = (1103515245 * state + 12345) % 2**31
-        walk.append(str(262 + (state >> 8) % 700))
+        walk.append(str(first + (state >> 8) % 700))
     return ",".join(walk)
 
 
-#: Within a window; over 6 groups of 128; more keys than the indexer picks.
+#: Ids that are no marker and no byte. Within a window; over 6 groups of 128; more keys than the indexer picks.
 _TEXTS = {str(length): ("--ids", ids(length)) for length in (40, 760, 3000)}
 _CHAT = {"chat": ("--prompt", "Name three rivers.", "--chat")}
 _VISION = ("--release", "deepseek-v4-flash-vision-exp")
@@ -66,7 +66,8 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
             "one": ("--prompt", "What is this?", "--chat"),
             # One picture at two places, where it has other numbers of lead tokens.
             "three": ("--prompt", "Compare these three.", "--chat"),
-            "760": _TEXTS["760"],
+            # 262 is the place of a picture there.
+            "760": ("--ids", ids(760, 263)),
         },
         {"one": ("one.png",), "three": ("one.png", "two.png", "one.png")},
     ),

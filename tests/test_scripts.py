@@ -111,7 +111,8 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
         name, *rest = map(str, words)
         if name in ("synth", "convert"):
             (tmp_path / rest[name == "convert"]).mkdir()
-        rest = [str(tmp_path / word) if (tmp_path / word).is_dir() else word for word in rest]
+        # The commands run in the directory of the checkpoints.
+        monkeypatch.chdir(tmp_path)
         assert main.commands[name].make_context(name, rest) is not None
         said[log] = rest
         return 0
