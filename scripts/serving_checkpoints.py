@@ -49,7 +49,7 @@ def ids(length: int, first: int = 262) -> str:
     return ",".join(walk)
 
 
-#: Ids that are no marker and no byte. Within a window; over 6 groups of 128; more keys than the indexer picks.
+#: No marker, no byte. Within a window; over 6 groups of 128; more keys than the indexer picks.
 _TEXTS = {str(length): ("--ids", ids(length)) for length in (40, 760, 3000)}
 _CHAT = {"chat": ("--prompt", "Name three rivers.", "--chat")}
 _VISION = ("--release", "deepseek-v4-flash-vision-exp")

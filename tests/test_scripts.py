@@ -113,7 +113,7 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
             (tmp_path / rest[name == "convert"]).mkdir()
         # The commands run in the directory of the checkpoints.
         monkeypatch.chdir(tmp_path)
-        assert main.commands[name].make_context(name, rest) is not None
+        assert main.commands[name].make_context(name, [*rest]) is not None
         said[log] = rest
         return 0
 
