@@ -77,7 +77,8 @@ class Run:
     @property
     def is_full(self) -> bool:
         """Tell whether the whole suite and the load are run, and not only the golden tokens."""
-        return self.graph and self.chunk < 0 and not self.switch
+        pictures = CHECKPOINTS[self.layout].pictures
+        return bool(pictures) or (self.graph and self.chunk < 0 and not self.switch)
 
 
 _KINDS = tuple(product(("int8", "mxfp4"), (False, True), (True, False), (-1, 1024)))
@@ -241,7 +242,12 @@ def _words(run: Run, port: int, log: Path) -> list[str]:
     ours = f"serve {run.layout} --tp {run.tp} --port {port} --api-key-file key --allow-arch 90 --json --quiet"
     ours += f" --context {CONTEXT} --concurrency {REQUESTS} --mem-fraction-static {FRACTION}"
     ours += " --dspark" if run.draft else ""
-    theirs = f"--grammar-backend none --sampling-backend pytorch --chunked-prefill-size {run.chunk}"
+    theirs = "--grammar-backend none --sampling-backend pytorch"
+    if run.chunk < 0 and CHECKPOINTS[run.layout].pictures:
+        # The safe mode for pictures; without chunks alone their rules would still be in force.
+        ours += " --whole-prompts"
+    else:
+        theirs += f" --chunked-prefill-size {run.chunk}"
     theirs += " --enable-metrics" + ("" if run.graph else " --disable-cuda-graph")
     return [*ours.split(), "--log-file", os.fspath(log), "--", *theirs.split(), *run.extra]
 
