@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels_ref.arguments import FLOATS, INTEGERS, expect, expect_length
 from kernels_ref.arithmetic import rms_norm
 from kernels_ref.rotary import apply_rotary
 
@@ -48,23 +49,70 @@ def sparse_attention(
         sink: [h] float32, a logit.
         scale: Factor of the scores, ``512^-0.5`` in the model.
         extra_cache, extra_indices, extra_lengths: The second source, [S2, 512], [T, K2] and [T]; all or none.
-        out: Where to write; a new tensor by default.
+        out: Where to write; a new tensor by default. May be `q`.
 
     Returns:
         [T, h, 512] in the dtype of `q`; computed in float32 or, for float64, in float64, rounded once.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype, or part of a second source.
     """
+    extra = second_source(extra_cache, extra_indices, extra_lengths)
+    check_attention(q, (cache, indices, lengths), extra, sink, out)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for start in range(0, len(q), _ROWS):
         rows = slice(start, start + _ROWS)
         keys, valid = _listed(cache, indices[rows], lengths[rows])
-        if extra_cache is not None:
-            if extra_indices is None or extra_lengths is None:
-                raise ValueError("extra_cache needs extra_indices and extra_lengths")
-            more, more_valid = _listed(extra_cache, extra_indices[rows], extra_lengths[rows])
+        if extra:
+            more, more_valid = _listed(extra[0], extra[1][rows], extra[2][rows])
             keys, valid = torch.cat((keys, more), 1), torch.cat((valid, more_valid), 1)
         out[rows] = _attend(q[rows], keys, valid, sink, scale)
     return out
+
+
+def second_source(*parts: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return cache, indices and lengths of the second source, or None where there is none.
+
+    Raises:
+        ValueError: some of them are given and some are not.
+    """
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    if len(given) < len(parts):
+        found = ", ".join("None" if part is None else "a tensor" for part in parts)
+        raise ValueError(
+            f"`extra_cache`, `extra_indices`, `extra_lengths`: expected all of them or none; found {found}"
+        )
+    cache, indices, lengths = given
+    return cache, indices, lengths
+
+
+def check_attention(
+    q: Tensor,
+    source: tuple[Tensor, Tensor, Tensor],
+    extra: tuple[Tensor, Tensor, Tensor] | None,
+    sink: Tensor,
+    out: Tensor | None,
+    *,
+    kernel: bool = False,
+) -> None:
+    """Refuse what `sparse_attention` cannot be given; with `kernel`, also what is laid out in another way.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+    """
+    rows, packed = ("between rows", "nowhere") if kernel else ("anywhere", "anywhere")
+    expect("q", q, FLOATS if kernel else (*FLOATS, torch.float64), (None, None, HEAD_DIM), gaps=rows)
+    tokens, heads = q.shape[:2]
+    for prefix, (cache, indices, lengths) in zip(("", "extra_"), filter(None, (source, extra)), strict=False):
+        expect(f"{prefix}cache", cache, q.dtype, (None, HEAD_DIM), gaps=packed)
+        expect(f"{prefix}indices", indices, INTEGERS, (tokens, None), gaps=rows)
+        expect(f"{prefix}lengths", lengths, INTEGERS, (tokens,), gaps=packed)
+    expect("sink", sink, FLOATS, (heads,), gaps=packed)
+    if out is not None:
+        expect("out", out, q.dtype, (tokens, heads, HEAD_DIM), gaps=rows)
 
 
 def _listed(cache: Tensor, indices: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +129,9 @@ def _attend(q: Tensor, keys: Tensor, valid: Tensor, sink: Tensor, scale: float) 
     q, keys, sink = q.to(wide), keys.to(wide), sink.to(wide)
     scores = torch.einsum("thd,tkd->thk", q, keys) * scale
     scores = scores.masked_fill(~valid[:, None, :], -torch.inf)
-    top = torch.maximum(scores.amax(-1), sink)[..., None]
+    # The sink stands beside the scores, of which there may be none.
+    beside = sink[:, None].expand(*scores.shape[:2], 1)
+    top = torch.cat((scores, beside), -1).amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True) + (sink[:, None] - top).exp()
@@ -110,8 +160,32 @@ def store_kv(
         positions: [T] int32 or int64, rows of `freqs`.
         slots: [T] int32 or int64, rows of `cache`; -1 skips the latent.
         cache: [S, 512] bfloat16, written in place; rows of no slot stay as they are.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype.
     """
-    kept = slots >= 0
+    expect("cache", cache, FLOATS, (None, HEAD_DIM))
+    check_store("kv", kv, HEAD_DIM, weight, freqs, positions, slots)
+    kept = (slots >= 0).nonzero().flatten()
     x = rms_norm(kv[kept].float(), weight, eps)
     x = apply_rotary(x, freqs[positions[kept].long()])
     cache[slots[kept].long()] = x.to(cache.dtype)
+
+
+def check_store(
+    name: str, x: Tensor, width: int, weight: Tensor, freqs: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """Refuse what the stores of rows [T, `width`] cannot be given.
+
+    Slots count: `x` and `positions` may be longer, as a runtime's padded tensors are.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
+    """
+    expect_length("slots", slots, 0)
+    expect_length("positions", positions, len(slots))
+    expect(name, x, FLOATS, (None, width), gaps="between rows")
+    if len(x) < len(slots):
+        raise ValueError(f"`{name}`: expected at least {len(slots)} rows, one per slot; found {len(x)}")
+    expect("weight", weight, FLOATS, (width,), gaps="nowhere")
+    expect("freqs", freqs, torch.float32, (None, ROPE_DIM), gaps="nowhere")

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4convert.formats.block import dequantize_fp8_block
 from dsv4convert.formats.repack import Repacker
 from dsv4convert.formats.spec import INT8_SHIFT, MXFP4
+from kernels_ref.arguments import expect
 from kernels_ref.tensors import Int8Shift
 
 __all__ = ["dequantize_fp8_block", "repack_mxfp4"]
@@ -28,8 +29,11 @@ def repack_mxfp4(packed: Tensor, scale: Tensor) -> Int8Shift:
         Codes, shifts and row scales on the device of `packed`; ``[..., N, ceil(K / 128) * 64]`` and so on.
 
     Raises:
-        ValueError: `scale` is not the grid of `packed`.
+        ValueError: `scale` is not the grid of `packed`, or a tensor of another dtype.
     """
+    sizes = (None,) * max(packed.dim(), 2)
+    expect("packed", packed, (torch.uint8, torch.int8), sizes)
+    expect("scale", scale, (torch.uint8, torch.float8_e8m0fnu), sizes)
     lead, (n, k) = packed.shape[:-1], MXFP4.logical_shape((packed.shape[-2], packed.shape[-1]))
     if tuple(scale.shape) != (*packed.shape[:-2], *MXFP4.grid((n, k))):
         raise ValueError(f"scale must be the grid of packed {list(packed.shape)}, got {list(scale.shape)}")

@@ -14,7 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels_ref.arguments import FLOATS, INTEGERS, expect, expect_length
 from kernels_ref.arithmetic import rms_norm
+from kernels_ref.attention import ROPE_DIM, check_store
 from kernels_ref.quantize import index_int8
 from kernels_ref.rotary import apply_rotary, hadamard
 
@@ -46,8 +48,13 @@ def store_index_keys(
         positions: [T] int32 or int64, rows of `freqs`.
         slots: [T] int32 or int64, ``page * 64 + row``; -1 skips the key.
         cache: [pages, 8448] uint8, written in place; other rows stay as they are.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout; only rows of `k` may be apart.
     """
-    kept = slots >= 0
+    expect("cache", cache, torch.uint8, (None, PAGE_BYTES), gaps="nowhere")
+    check_store("k", k, INDEX_DIM, weight, freqs, positions, slots)
+    kept = (slots >= 0).nonzero().flatten()
     slot = slots[kept].long()
     x = rms_norm(k[kept].float(), weight, eps)
     codes, scales = index_int8(hadamard(apply_rotary(x, freqs[positions[kept].long()])))
@@ -73,7 +80,12 @@ def quantize_index_queries(
     Returns:
         q8 [T, 64, 128] int8 and [T, 64, 1] float32, ``weight * weight_scale * scale of q8``: a scale is
         positive, so it may leave the relu of `index_logits`.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
     """
+    check_queries(q, weight, freqs, positions)
+    positions = positions[: len(q)]
     codes, scales = index_int8(hadamard(apply_rotary(q.float(), freqs[positions.long()])))
     return codes, (weight.float() * weight_scale * scales)[..., None]
 
@@ -95,7 +107,7 @@ def index_logits(
         q8: [T, 64, 128] int8.
         cache: [pages, 8448] uint8.
         weight: [T, 64] float32, of `quantize_index_queries`.
-        seq_lens: [T] int32, keys a query may see.
+        seq_lens: [T] or [T, 1] int32, keys a query may see.
         page_table: [T, W] int32, 64 W >= every length; entries behind the last page in use may be anything.
         max_len: Columns of the result.
         out: [T, max_len] float32 to write to; a new tensor by default.
@@ -104,10 +116,19 @@ def index_logits(
 
     Returns:
         [T, max_len] float32. The products are exact integers; the sum over heads is in float32.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout, a `max_len` below 0, or (here, not in `sm80`,
+            which would have to wait for the GPU) a length beyond the page table.
     """
+    check_scores(q8, cache, weight, seq_lens, page_table, max_len, out)
     if out is None:
         out = torch.empty(len(q8), max_len, dtype=torch.float32, device=q8.device)
-    for t, length in enumerate(seq_lens.clamp(0, max_len).tolist()):
+    for t, length in enumerate(seq_lens.flatten().clamp(0, max_len).tolist()):
+        if length > PAGE * page_table.shape[1]:
+            raise ValueError(
+                f"`page_table`: expected pages for {length} keys of query {t}; found {page_table.shape[1]}"
+            )
         pages = cache[page_table[t, : -(-length // PAGE)].long()]
         # Sums of 128 products of int8 stay below 2^24, where float32 is exact.
         keys = pages[:, :CODE_BYTES].reshape(-1, INDEX_DIM)[:length].view(torch.int8).float()
@@ -138,6 +159,9 @@ def index_topk(
     Returns:
         [T, topk] int32, places j below the length by falling score (equal scores in any order), then -1.
         `page_table[t, j // 64] * 64 + j % 64` is the cache row.
+
+    Raises:
+        ValueError: as `index_logits`, or `topk` below 0, or `rows` below 1.
     """
     return chunked_topk(index_logits, q8, cache, weight, seq_lens, page_table, max_len, topk, rows)
 
@@ -154,7 +178,11 @@ def chunked_topk(
     rows: int | None,
 ) -> Tensor:
     """Do what `index_topk` says with the given `index_logits`."""
-    rows = min(rows or max(1, _SCORE_BYTES // (4 * max_len)), max(1, len(q8)))
+    check_scores(q8, cache, weight, seq_lens, page_table, max_len, None)
+    if topk < 0 or (rows is not None and rows < 1):
+        raise ValueError(f"expected a `topk` of 0 or more and `rows` of 1 or more; found {topk} and {rows}")
+    rows = max(1, _SCORE_BYTES // (4 * max(1, max_len))) if rows is None else rows
+    rows = min(rows, max(1, len(q8)))
     scores = torch.empty(rows, max_len, dtype=torch.float32, device=q8.device)
     best = torch.full((len(q8), topk), -1, dtype=torch.int32, device=q8.device)
     for start in range(0, len(q8), rows):
@@ -164,3 +192,37 @@ def chunked_topk(
         values, places = held.topk(min(topk, max_len))
         best[part, : places.shape[1]] = torch.where(values == -torch.inf, -1, places).int()
     return best
+
+
+def check_queries(q: Tensor, weight: Tensor, freqs: Tensor, positions: Tensor) -> None:
+    """Refuse what `quantize_index_queries` cannot be given, with a ValueError."""
+    expect("q", q, FLOATS, (None, INDEX_HEADS, INDEX_DIM), gaps="between rows")
+    expect("weight", weight, FLOATS, (len(q), INDEX_HEADS), gaps="between rows")
+    expect("freqs", freqs, torch.float32, (None, ROPE_DIM), gaps="nowhere")
+    expect_length("positions", positions, len(q))
+
+
+def check_scores(
+    q8: Tensor,
+    cache: Tensor,
+    weight: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    max_len: int,
+    out: Tensor | None,
+) -> None:
+    """Refuse what `index_logits` cannot be given.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout, or a `max_len` below 0.
+    """
+    if max_len < 0:
+        raise ValueError(f"`max_len`: expected 0 or more; found {max_len}")
+    expect("q8", q8, torch.int8, (None, INDEX_HEADS, INDEX_DIM), gaps="nowhere")
+    tokens = len(q8)
+    expect("cache", cache, torch.uint8, (None, PAGE_BYTES), gaps="nowhere")
+    expect("weight", weight, torch.float32, (tokens, INDEX_HEADS), gaps="between rows")
+    expect("seq_lens", seq_lens, INTEGERS, (tokens, 1) if seq_lens.dim() == 2 else (tokens,))
+    expect("page_table", page_table, INTEGERS, (tokens, None), gaps="between rows")
+    if out is not None:
+        expect("out", out, torch.float32, (tokens, max_len), gaps="between rows")

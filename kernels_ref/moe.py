@@ -15,11 +15,13 @@ Sizes: T tokens, k experts per token, E experts, H hidden, I intermediate of thi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dsv4convert.formats.spec import INT8_SHIFT
+from kernels_ref.arguments import FLOATS, INTEGERS, expect
 from kernels_ref.quantize import per_token_int8, per_token_int16
 from kernels_ref.tensors import Int8Shift
 
@@ -42,7 +44,11 @@ def align_experts(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, T
         expert_ids [P / block] int32, the expert of a block, -1 for unused blocks;
         total [1] int32, the used part of ``sorted_ids``, a multiple of ``block``.
         P depends on shapes only, `aligned_size`, so that a captured graph holds for every routing.
+
+    Raises:
+        ValueError: `topk_ids` does not fit, or no block or expert.
     """
+    check_alignment(topk_ids, block, experts)
     pairs = topk_ids.numel()
     size = aligned_size(pairs, block, experts)
     sorted_ids = torch.full((size,), pairs, dtype=torch.int32, device=topk_ids.device)
@@ -54,6 +60,13 @@ def align_experts(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, T
         expert_ids[start // block : end // block] = expert
         start = end
     return sorted_ids, expert_ids, torch.tensor([start], dtype=torch.int32, device=topk_ids.device)
+
+
+def check_alignment(topk_ids: Tensor, block: int, experts: int) -> None:
+    """Refuse what `align_experts` cannot be given, with a ValueError."""
+    expect("topk_ids", topk_ids, INTEGERS, (None, None))
+    if block < 1 or experts < 1:
+        raise ValueError(f"expected a block and experts of 1 or more, found block {block}, experts {experts}")
 
 
 def aligned_size(pairs: int, block: int, experts: int) -> int:
@@ -154,14 +167,18 @@ def fused_moe(
         w13: E matrices [2I, H]: rows 0..I-1 are w1 (gate), I..2I-1 are w3 (up).
         w2: E matrices [H, I].
         topk_weights: [T, k] float32; whatever factor routing applies is already in them.
-        topk_ids: [T, k] int32; an entry below 0 contributes nothing.
-        limit: Bound of SwiGLU's inputs.
+        topk_ids: [T, k] int32, below E; an entry below 0 contributes nothing.
+        limit: Bound of SwiGLU's inputs; None: no bound.
         arithmetic: ``w4a8`` or ``w4a16``; ``auto`` is ``w4a16`` here, and the measured choice in `sm80`.
-        out: [T, H] bfloat16 to write to.
+        out: [T, H] bfloat16 to write to; may be `x`.
 
     Returns:
         [T, H] bfloat16.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype, or an unknown arithmetic.
     """
+    check_layer(x, w13, w2, topk_weights, topk_ids, arithmetic, out)
     digits = 1 if arithmetic == "w4a8" else 2
     tokens, k = topk_ids.shape
     pairs = torch.arange(tokens * k, device=x.device)
@@ -171,3 +188,45 @@ def fused_moe(
     outputs = grouped_gemm(*quantize_activations(activated, digits), w2, topk_ids, pairs)
     result = weighted_sum(outputs, topk_weights)
     return result if out is None else out.copy_(result)
+
+
+def check_layer(
+    x: Tensor,
+    w13: Int8Shift,
+    w2: Int8Shift,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    arithmetic: str,
+    out: Tensor | None,
+) -> None:
+    """Refuse what `fused_moe` cannot be given.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype, or an unknown arithmetic.
+    """
+    expect("x", x, FLOATS, (None, None))
+    tokens, hidden = x.shape
+    expect("w13.channel_scale", w13.channel_scale, torch.float32, (None, None))
+    experts, twice = w13.channel_scale.shape
+    if twice % 2:
+        raise ValueError(f"`w13`: expected an even number of rows, gate and up; found {twice}")
+    check_matrices("w13", w13, experts, twice, hidden)
+    check_matrices("w2", w2, experts, hidden, twice // 2)
+    expect("topk_ids", topk_ids, INTEGERS, (tokens, None))
+    expect("topk_weights", topk_weights, FLOATS, tuple(topk_ids.shape))
+    if out is not None:
+        expect("out", out, FLOATS, (tokens, hidden))
+    if arithmetic not in get_args(Arithmetic):
+        expected = ", ".join(get_args(Arithmetic))
+        raise ValueError(f"`arithmetic`: expected one of {expected}; found {arithmetic!r}")
+
+
+def check_matrices(name: str, weight: Int8Shift, experts: int, n: int, k: int) -> None:
+    """Refuse anything but `experts` matrices [n, k], each part contiguous, with a ValueError."""
+    groups = -(-k // INT8_SHIFT.group)
+    for part, dtype, shape in (
+        ("codes", torch.uint8, (experts, n, groups * INT8_SHIFT.group // 2)),
+        ("shift2", torch.uint8, (experts, n, groups)),
+        ("channel_scale", torch.float32, (experts, n)),
+    ):
+        expect(f"{name}.{part}", getattr(weight, part), dtype, shape, gaps="nowhere")

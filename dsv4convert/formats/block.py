@@ -82,5 +82,7 @@ def _require(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> No
 
 
 def _lookup(table: NDArray[np.float64], codes: Tensor) -> Tensor:
+    if codes.element_size() != 1:
+        raise ValueError(f"codes and scales: expected a dtype of one byte, found {codes.dtype}")
     values = torch.tensor(table, dtype=torch.float32, device=codes.device)
     return values[codes.view(torch.uint8).long()]

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels_ref.moe import aligned_size
+from kernels_ref.arguments import expect
+from kernels_ref.moe import aligned_size, check_alignment
 
 #: Pairs that one block ranks.
 CHUNK = 128
@@ -29,7 +30,14 @@ def align_experts(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, T
 
     Returns:
         sorted_ids [P], expert_ids [P / block] and total [1], int32.
+
+    Raises:
+        ValueError: `topk_ids` does not fit, or a block that is no power of two.
     """
+    check_alignment(topk_ids, block, experts)
+    expect("topk_ids", topk_ids, torch.int32, (None, None), gaps="nowhere")
+    if block & (block - 1):
+        raise ValueError(f"`block`: expected a power of two; found {block}")
     pairs, device = topk_ids.numel(), topk_ids.device
     size = aligned_size(pairs, block, experts)
     sorted_ids = torch.empty(size, dtype=torch.int32, device=device)

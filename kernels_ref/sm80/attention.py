@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels_ref.attention import HEAD_DIM, ROPE_DIM
+from kernels_ref.arguments import FLOATS, expect
+from kernels_ref.attention import HEAD_DIM, ROPE_DIM, check_attention, check_store, second_source
 from kernels_ref.sm80 import rotary
 from kernels_ref.sm80.device import blocks_at_once
 
@@ -259,21 +260,18 @@ def sparse_attention(
     before they meet the rows, sums are float32. One launch, or two when keys are split.
 
     Raises:
-        ValueError: a cache that is not [S, 512] without gaps, or half a second source.
+        ValueError: a tensor of another shape, dtype or layout, or part of a second source: rows may be apart
+            in `q`, `out` and the lists, everything else is contiguous.
     """
-    if (extra_cache is None) != (extra_indices is None) or (extra_cache is None) != (extra_lengths is None):
-        raise ValueError("extra_cache, extra_indices and extra_lengths come together")
-    _check_rows(cache)
+    extra = second_source(extra_cache, extra_indices, extra_lengths)
+    check_attention(q, (cache, indices, lengths), extra, sink, out, kernel=True)
     tokens, heads = q.shape[:2]
     if out is None:
         out = torch.empty((tokens, heads, HEAD_DIM), dtype=q.dtype, device=q.device)
     if not tokens or not heads:
         return out
-    two = extra_cache is not None
-    cache2, list2, lengths2 = (
-        (extra_cache, extra_indices, extra_lengths) if two else (cache, indices, lengths)
-    )
-    _check_rows(cache2)
+    two = extra is not None
+    cache2, list2, lengths2 = extra or (cache, indices, lengths)
     groups = triton.cdiv(heads, HEADS)
     tiles = triton.cdiv(indices.shape[1], KEYS) + (triton.cdiv(list2.shape[1], KEYS) if two else 0)
     splits = splits_of(tokens * groups, tiles, blocks_at_once(q.device, _BLOCKS_PER_PROCESSOR))
@@ -328,8 +326,12 @@ def store_kv(
     """Normalise latents, rotate their last 64 dims and write them to their cache rows.
 
     As `kernels_ref.attention.store_kv`; one launch, a row is in registers from load to store.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout; only rows of `kv` may be apart.
     """
-    _check_rows(cache)
+    expect("cache", cache, FLOATS, (None, HEAD_DIM), gaps="nowhere")
+    check_store("kv", kv, HEAD_DIM, weight, freqs, positions, slots)
     if not len(slots):
         return
     rows = 1
@@ -337,10 +339,3 @@ def store_kv(
         kv, weight, freqs, positions, slots, cache, len(slots), eps, kv.stride(0),
         R=rows, D=HEAD_DIM, ROPE=ROPE_DIM, num_warps=1,
     )  # fmt: skip
-
-
-def _check_rows(cache: Tensor) -> None:
-    if cache.shape[1:] != (HEAD_DIM,) or not cache.is_contiguous():
-        raise ValueError(
-            f"a cache is [rows, {HEAD_DIM}] without gaps, got {list(cache.shape)}, strides {cache.stride()}"
-        )

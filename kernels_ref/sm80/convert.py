@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4convert.formats.spec import INT8_SHIFT, MXFP4, fp8_block
+from kernels_ref.arguments import expect
 from kernels_ref.sm80.figures import RepackFigures, remapping
 from kernels_ref.tensors import Int8Shift
 
@@ -48,14 +49,18 @@ def dequantize_fp8_block(
         `out`; NaN is 0x7FC0, or 0xFFC0 for a code with a sign.
 
     Raises:
-        ValueError: a shape does not fit, or a block side is not a power of two.
+        ValueError: a tensor of another shape, dtype or layout, or a block side that is not a power of two.
     """
+    expect("codes", codes, (torch.uint8, torch.float8_e4m3fn), (None, None), gaps="nowhere")
+    expect("scales", scales, (torch.uint8, torch.float8_e8m0fnu), (None, None), gaps="nowhere")
     n, k = codes.shape
     bn, bk = block
+    if bn < 1 or bn & (bn - 1) or bk & (bk - 1) or bk < 4:
+        raise ValueError(f"block sides must be powers of two and columns at least 4, got {bn} x {bk}")
     if tuple(scales.shape) != fp8_block(bn, bk).grid((n, k)):
         raise ValueError(f"scales must be {list(fp8_block(bn, bk).grid((n, k)))}, got {list(scales.shape)}")
-    if bn & (bn - 1) or bk & (bk - 1) or bk < 4:
-        raise ValueError(f"block sides must be powers of two and columns at least 4, got {bn} x {bk}")
+    if out is not None:
+        expect("out", out, (torch.bfloat16, torch.int16), (n, k), gaps="nowhere")
     out = torch.empty(n, k, dtype=torch.bfloat16, device=codes.device) if out is None else out
     if not codes.numel():
         return out
@@ -188,8 +193,11 @@ def repack_mxfp4(
         `out`: codes [..., N, ceil(K / 128) * 64], shift2 [..., N, ceil(K / 128)], channel_scale [..., N].
 
     Raises:
-        ValueError: `scale` is not the grid of `packed`.
+        ValueError: `scale` is not the grid of `packed`, or a tensor of another dtype or layout.
     """
+    sizes = (None,) * max(packed.dim(), 2)
+    expect("packed", packed, (torch.uint8, torch.int8), sizes, gaps="nowhere")
+    expect("scale", scale, (torch.uint8, torch.float8_e8m0fnu), sizes, gaps="nowhere")
     n, k = MXFP4.logical_shape((packed.shape[-2], packed.shape[-1]))
     if k % 32 or tuple(scale.shape) != (*packed.shape[:-2], *MXFP4.grid((n, k))):
         raise ValueError(f"scale must be the grid of packed {list(packed.shape)}, got {list(scale.shape)}")

@@ -14,8 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels_ref.attention import ROPE_DIM
-from kernels_ref.indexer import CODE_BYTES, INDEX_DIM, INDEX_HEADS, PAGE, PAGE_BYTES, chunked_topk
+from kernels_ref.arguments import expect
+from kernels_ref.attention import ROPE_DIM, check_store
+from kernels_ref.indexer import (
+    INDEX_DIM,
+    INDEX_HEADS,
+    PAGE,
+    PAGE_BYTES,
+    check_queries,
+    check_scores,
+    chunked_topk,
+)
 from kernels_ref.sm80 import rotary
 from kernels_ref.sm80.device import blocks_at_once
 
@@ -121,8 +130,12 @@ def store_index_keys(
     """Normalise keys, rotate them (rotary, then Hadamard), quantise them and write them to their page rows.
 
     As `kernels_ref.indexer.store_index_keys`; one launch, a row is in registers from load to store.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout; only rows of `k` may be apart.
     """
-    _check_cache(cache)
+    expect("cache", cache, torch.uint8, (None, PAGE_BYTES), gaps="nowhere")
+    check_store("k", k, INDEX_DIM, weight, freqs, positions, slots)
     if not len(slots):
         return
     rows = 4
@@ -140,7 +153,11 @@ def quantize_index_queries(
     """Rotate queries (rotary, then Hadamard) and quantise them per token and head.
 
     As `kernels_ref.indexer.quantize_index_queries`; `q` and `weight` may be strided in all but the last dim.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout.
     """
+    check_queries(q, weight, freqs, positions)
     tokens = len(q)
     codes = torch.empty(q.shape, dtype=torch.int8, device=q.device)
     scaled = torch.empty(tokens, INDEX_HEADS, 1, dtype=torch.float32, device=q.device)
@@ -170,8 +187,12 @@ def index_logits(
     As `kernels_ref.indexer.index_logits`. `seq_lens` may be [T] or [T, 1]. The grid covers `max_len` for
     every query, whatever the lengths, so that a captured graph stays valid; blocks behind a length end at
     once, after writing their -inf if `clean`.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout, or a `max_len` below 0; the first dimension of
+            all but `q8` and `cache` may have gaps.
     """
-    _check_cache(cache)
+    check_scores(q8, cache, weight, seq_lens, page_table, max_len, out)
     tokens = len(q8)
     if out is None:
         out = torch.empty(tokens, max_len, dtype=torch.float32, device=q8.device)
@@ -212,11 +233,3 @@ def pages_of_a_block(tokens: int, pages: int, places: int) -> int:
     """
     rounds = max(triton.cdiv(tokens * pages, places * _MOST_PAGES), 1)
     return triton.cdiv(tokens * pages, places * rounds)
-
-
-def _check_cache(cache: Tensor) -> None:
-    if cache.dtype != torch.uint8 or cache.shape[1:] != (PAGE_BYTES,) or not cache.is_contiguous():
-        raise ValueError(
-            f"an index cache is contiguous uint8 [pages, {PAGE_BYTES}] ({CODE_BYTES} codes, {PAGE} scales), "
-            f"got {cache.dtype} {list(cache.shape)} with strides {cache.stride()}"
-        )

@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels_ref.moe import Arithmetic
+from kernels_ref.arguments import expect
+from kernels_ref.moe import Arithmetic, check_layer
 from kernels_ref.sm80.align import align_experts
 from kernels_ref.sm80.few_tokens import few_kernel, reduce_kernel
 from kernels_ref.sm80.many_tokens import many_kernel
@@ -45,26 +46,35 @@ def fused_moe(
         w13: E matrices [2I, H]: rows 0..I-1 are w1 (gate), I..2I-1 are w3 (up).
         w2: E matrices [H, I].
         topk_weights: [T, k] float32; whatever factor routing applies is already in them.
-        topk_ids: [T, k] int32; an entry below 0 contributes nothing.
-        limit: Bound of SwiGLU's inputs.
+        topk_ids: [T, k] int32, below E (nothing checks that: it would wait for the GPU); an entry below 0
+            contributes nothing.
+        limit: Bound of SwiGLU's inputs; None: no bound.
         arithmetic: ``w4a8``, ``w4a16``, or ``auto``: what the table says for this number of tokens.
-        out: [T, H] bfloat16 to write to.
+        out: [T, H] bfloat16 to write to, contiguous; may be `x`.
         plan: Arithmetic and tiles to use; by default those of the table.
 
     Returns:
         [T, H] bfloat16.
 
     Raises:
-        ValueError: a shape is not a multiple of what a tile needs.
+        ValueError: a tensor of another shape, dtype or layout, an unknown arithmetic, or a size that is no
+            multiple of what a tile needs.
     """
+    check_layer(x, w13, w2, topk_weights, topk_ids, arithmetic, out)
     tokens, hidden = x.shape
     intermediate = w13.channel_scale.shape[1] // 2
-    out = torch.empty_like(x) if out is None else out
+    for name, size in (("H", hidden), ("I", intermediate)):
+        if size % 128:
+            raise ValueError(f"{name}: expected a multiple of 128, the group of INT8_SHIFT; found {size}")
+    if out is None:
+        # Not `empty_like`, which would keep the strides of a transposed `x`.
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    expect("out", out, x.dtype, (tokens, hidden), gaps="nowhere")
     if not tokens:
         return out
     plan = choose(tokens, intermediate, arithmetic) if plan is None else plan
     digits = 1 if plan.arithmetic == "w4a8" else 2
-    ids = topk_ids.contiguous()
+    ids = topk_ids.to(torch.int32).contiguous()
     weights = topk_weights.contiguous()
     k, pairs, experts = ids.shape[1], ids.numel(), w13.channel_scale.shape[0]
     if plan.columns:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels_ref.arguments import FLOATS, expect
+
 # Adding it rounds a float32 below 2^22 to an integer, halves to even.
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)
 
@@ -50,7 +52,11 @@ def quantize_rows(x: Tensor, digits: int, ids: Tensor | None = None) -> tuple[Te
 
     Returns:
         q [T, digits, K] int8 and s [T] float32.
+
+    Raises:
+        ValueError: `x` is something else.
     """
+    expect("x", x, FLOATS, (None, None), gaps="nowhere")
     rows, k = x.shape
     q = torch.empty((rows, digits, k), dtype=torch.int8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
