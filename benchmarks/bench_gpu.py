@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu import Context, Row, as_json, markdown, measure_ceilings
-from kernels_ref.sm80.gate import sm80_code
+from kernels_ref.sm80.gate import require_card, sm80_code
 
 # Each has `rows(context) -> Iterable[Row]`.
 MODULES = ("convert", "moe", "attention")
@@ -39,8 +39,10 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = _options()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
-        sys.exit("error: no CUDA device of compute capability 8.0 or newer")
+    unknown = sorted(set(options.only.split(",")) - set(MODULES))
+    if unknown:
+        sys.exit(f"error: --only: expected some of {','.join(MODULES)}, found {','.join(unknown)}")
+    require_card()
     marlin = None
     if options.marlin:
         from benchmarks.peers.marlin import Marlin

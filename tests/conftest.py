@@ -45,6 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-benchmark", action="store_true", help="run the tests that measure speed")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """End at once where `--gpu` is given and no card can be used, instead of failing some hundred times."""
+    if not config.getoption("--gpu"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        what = "expected a CUDA device of compute capability 8.0 or newer"
+        raise pytest.UsageError(f"--gpu: {what}; torch {torch.__version__} finds no CUDA device")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect (not skip: a skip is a test that could not say anything) what was not asked for."""
     closed = [marker for marker, option in GATED.items() if not config.getoption(option)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -123,6 +125,17 @@ def compile_sm80(
         cp_async=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
         ldmatrix=len(re.findall(r"\bldmatrix\.", ptx)),
     )
+
+
+def require_card() -> None:
+    """End the program with one sentence where no card can run SM80 code."""
+    if not torch.cuda.is_available():
+        found = f"none with torch {torch.__version__}"
+    elif (capability := torch.cuda.get_device_capability()) < (8, 0):
+        found = f"{torch.cuda.get_device_name()} of {capability[0]}.{capability[1]}"
+    else:
+        return
+    sys.exit(f"error: expected a CUDA device of compute capability 8.0 or newer; found {found}")
 
 
 def _assemble(ptx: str) -> tuple[bytes, str]:

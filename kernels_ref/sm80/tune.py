@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels_ref.sm80.align import align_experts
-from kernels_ref.sm80.gate import sm80_code
+from kernels_ref.sm80.gate import require_card, sm80_code
 from kernels_ref.sm80.moe import fused_moe, grouped_gemm, warm_up
 from kernels_ref.sm80.quantize import quantize_rows
 from kernels_ref.sm80.tiles import Plan, Table, Tile, write
@@ -233,6 +234,22 @@ def merge(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return (*kept[:-1], replace(kept[-1], tokens=0))
 
 
+def _require_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse, before minutes of measuring, sizes that no kernel takes and a file that cannot be written."""
+    for name in ("hidden", "intermediate"):
+        for size in sizes if isinstance(sizes := getattr(options, name), list) else [sizes]:
+            if size < 128 or size % 128:
+                parser.error(f"--{name}: expected a multiple of 128, found {size}")
+    if min(options.tokens) < 1:
+        parser.error(f"--tokens: expected 1 or more, found {min(options.tokens)}")
+    if not 1 <= options.topk <= options.experts:
+        parser.error(f"--topk: expected 1 to --experts {options.experts}, found {options.topk}")
+    if options.processes < 1:
+        parser.error(f"--processes: expected 1 or more, found {options.processes}")
+    if options.file.is_dir() or not os.access(options.file.absolute().parent, os.W_OK):
+        parser.error(f"{options.file}: expected a file in a folder that can be written to")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
@@ -250,8 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--processes", type=int, default=min(16, multiprocessing.cpu_count()))
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
-        sys.exit("error: no CUDA device of compute capability 8.0 or newer")
+    _require_sizes(parser, options)
+    require_card()
     table: Table = {}
     for intermediate in options.intermediate:
         layer = Layer(options.hidden, intermediate, options.experts, options.topk)
