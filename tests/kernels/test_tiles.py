@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ref.sm80 import tiles
+from kernels_ref.sm80 import tiles, tune
 from kernels_ref.sm80.moe import _halves, _rows
 from kernels_ref.sm80.tiles import DEFAULT, Plan, Tile, choose
 from kernels_ref.sm80.tune import FAMILIES, merge, preferred
@@ -111,3 +111,29 @@ def test_both_arithmetics_are_measured_for_every_number_of_tokens() -> None:
 @pytest.mark.parametrize(("w4a8", "choice"), [(91.0, "w4a16"), (89.0, "w4a8")])
 def test_coarse_arithmetic_needs_more_than_ten_percent(w4a8: float, choice: str) -> None:
     assert preferred({"w4a16": (100.0, PLAN), "w4a8": (w4a8, PLAN)}) == choice
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "4", "0"], "--tokens: expected 1 or more, found 0"),
+        (["--intermediate", "512", "200"], "--intermediate: expected a multiple of 128, found 200"),
+        (["--topk", "9", "--experts", "8"], "--topk: expected 1 to --experts 8, found 9"),
+        (["--processes", "0"], "--processes: expected 1 or more, found 0"),
+    ],
+)
+def test_tuning_refuses_sizes_before_it_looks_for_a_card(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        tune.main([str(tmp_path / "tiles.json"), *arguments])
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="expected a CUDA device .* found none"):
+        tune.main([str(tmp_path / "tiles.json")])
+    with pytest.raises(SystemExit, match="2"):
+        tune.main([str(tmp_path / "missing" / "tiles.json")])
