@@ -133,7 +133,7 @@ def test_tuning_refuses_sizes_before_it_looks_for_a_card(
     with pytest.raises(SystemExit, match="2"):
         tune.main([str(tmp_path / "tiles.json"), *arguments])
     assert sentence in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="expected a CUDA device .* found none"):
+    with pytest.raises(SystemExit, match=r"expected a CUDA device .* found none"):
         tune.main([str(tmp_path / "tiles.json")])
     with pytest.raises(SystemExit, match="2"):
         tune.main([str(tmp_path / "missing" / "tiles.json")])
