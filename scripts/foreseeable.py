@@ -7,13 +7,13 @@ one that does it well. Here embeddings are so large that what layers add to them
 followed by the token whose row of the head is t's embedding. The Markov head of the draft holds the same
 successor for every token, far above what the draft's stages say. `dsv4convert probe --draft` then counts
 six tokens a step, and so has a server to. Nothing else is changed; the stages of the draft are judged
-elsewhere.
+elsewhere. Only a checkpoint that `dsv4convert synth` made is touched: real weights would be lost.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 
 #: Standard deviation of embeddings (layers add a few units); logit of a successor; what the draft adds to it.
 _LOUD, _LOGIT, _BIAS = 64.0, 16.0, 48.0
+#: How the card of a synthetic checkpoint begins; a conversion and a download have another one.
+_CARD = "Made by `dsv4convert synth`"
 
 
 def successors(vocabulary: int) -> Tensor:
@@ -50,11 +52,28 @@ def foreseeable(vocabulary: int, hidden: int, rank: int) -> dict[str, Tensor]:
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
 
+def _sizes(root: Path) -> tuple[int, int, int]:
+    """Return the arguments of `foreseeable`, if the checkpoint is one to be changed."""
+    try:
+        card = (root / "README.md").read_text(encoding="utf-8")
+        config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {root}: cannot be read as a checkpoint: {error}") from None
+    if not card.startswith(_CARD):
+        raise SystemExit(f"error: {root}: its README.md does not begin with {_CARD!r}; nothing was changed")
+    if "dspark_markov_rank" not in config:
+        raise SystemExit(f"error: {root}: config.json has no DSpark draft; make a release that has one")
+    return config["vocab_size"], config["hidden_size"], config["dspark_markov_rank"]
+
+
 def main() -> None:
     """Rewrite the shards that hold the tensors."""
-    root = Path(sys.argv[1])
-    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    made = foreseeable(config["vocab_size"], config["hidden_size"], config["dspark_markov_rank"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    root = parser.parse_args().checkpoint
+    made = foreseeable(*_sizes(root))
     for shard in sorted(root.glob("model-*.safetensors")):
         tensors = load_file(shard)
         mine = {name: new for name in tensors for end, new in made.items() if name.endswith(end)}

@@ -114,14 +114,30 @@ def _sha256(file: Path) -> str:
 
 def unpack(stage: Path, work: Path, parts: list[str]) -> None:
     """Unpack the archives that are there, or those named, after checking their SHA-256."""
-    record = json.loads((stage / "staged.json").read_text(encoding="utf-8"))["parts"]
-    for part in parts or [part for part in PARTS if (stage / f"{part}.tar.xz").exists()]:
+    try:
+        record = json.loads((stage / "staged.json").read_text(encoding="utf-8"))["parts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(
+            f"error: {stage}: staged.json, which `pack` writes, cannot be read: {error}"
+        ) from None
+    wanted = parts or [part for part in PARTS if (stage / f"{part}.tar.xz").exists()]
+    if not wanted:
+        raise SystemExit(f"error: {stage}: holds no archive: expected {', '.join(PARTS)}, each as .tar.xz")
+    for part in wanted:
         archive, target = stage / f"{part}.tar.xz", work / PARTS[part]
+        if not archive.is_file() or part not in record:
+            raise SystemExit(f"error: {archive}: is not there, or not in staged.json; carry both")
         if _sha256(archive) != record[part]["archive"]["sha256"]:
             raise SystemExit(f"error: {archive.name}: is not the archive of staged.json; carry both again")
         target.mkdir(parents=True, exist_ok=True)
         subprocess.run(["tar", "-C", target, "-xJf", archive], check=True)
         print(f"{part}: unpacked into {target}")
+
+
+def _part(name: str) -> str:
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PARTS)}")
+    return name
 
 
 def _arguments() -> argparse.Namespace:
@@ -134,7 +150,9 @@ def _arguments() -> argparse.Namespace:
     unpacking = commands.add_parser("unpack")
     unpacking.add_argument("stage", type=Path)
     unpacking.add_argument("work", type=Path)
-    unpacking.add_argument("parts", nargs="*", metavar="PART")
+    unpacking.add_argument(
+        "parts", nargs="*", metavar="PART", type=_part, help=f"one of {', '.join(PARTS)}; default: all there"
+    )
     return parser.parse_args()
 
 

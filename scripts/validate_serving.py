@@ -2,8 +2,8 @@
 
     python3 scripts/validate_serving.py WORK OUT [--gpus N] [--run NAME ...] [--goldens DIR]
 
-WORK was filled by `scripts/stage_serving.py unpack`; it may lack `server` and `client` where SGLang 0.5.16
-and the clients are installed. A run is a layout and a way to serve it, as `int8-dspark-graph-whole`;
+WORK was filled by `scripts/stage_serving.py unpack`; where SGLang 0.5.16 and the clients are installed it
+may be empty or missing. A run is a layout and a way to serve it, as `int8-dspark-graph-whole`;
 without --run all of `RUNS` for the cards there are. Each run is: preflight and start (`serve`), `smoke`,
 the tokens of every golden file, a load of 256 requests, 8 at once, and an end by SIGTERM. Several servers
 share a card, but never while one of them measures its memory. OUT gets the log of every step and
@@ -291,7 +291,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="cards to use; default 1")
     parser.add_argument("--run", action="append", choices=[run.name for run in RUNS], metavar="NAME")
     parser.add_argument(
         "--goldens", type=Path, help="golden files of an earlier time, for the same checkpoints"
@@ -299,14 +299,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--native", action="store_true", help="Triton and TileLang for this card instead of SM80"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.gpus < 1:
+        parser.error(f"argument --gpus: expected at least 1, found {arguments.gpus}")
+    large = [run.name for run in RUNS if run.name in (arguments.run or ()) and run.tp > arguments.gpus]
+    if large:
+        parser.error(f"argument --gpus: {large[0]} needs more than {arguments.gpus}")
+    if arguments.goldens and not arguments.goldens.is_dir():
+        parser.error(f"argument --goldens: {arguments.goldens} is no directory")
+    return arguments
 
 
 def main() -> int:
     """Run the script."""
     arguments = _arguments()
     machine = Machine(arguments.work.resolve(), arguments.out.resolve(), arguments.gpus, arguments.native)
-    machine.out.mkdir(parents=True, exist_ok=True)
+    for folder in (machine.work, machine.out):
+        folder.mkdir(parents=True, exist_ok=True)
     if not (machine.work / "key").exists():
         machine.command("keygen", "keygen", "key")
     runs: Sequence[Run] = [

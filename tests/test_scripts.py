@@ -22,6 +22,11 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
+@pytest.fixture
+def argv(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    return lambda *words: monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+
+
 # ---- stage_serving
 
 
@@ -63,6 +68,28 @@ def test_a_part_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "work").exists()
 
 
+def test_a_stage_that_cannot_be_unpacked_is_told(tmp_path: Path, argv: Callable[..., None]) -> None:
+    import stage_serving
+
+    def told(*words: object) -> str:
+        argv("unpack", *words)
+        with pytest.raises(SystemExit) as ended:
+            stage_serving.main()
+        return str(ended.value)
+
+    made, work = stage(tmp_path), tmp_path / "work"
+    assert "staged.json, which `pack` writes, cannot be read" in told(tmp_path / "nowhere", work)
+    assert "client.tar.xz: is not there" in told(made, work, "client")
+    (made / "staged.json").write_text("{")
+    assert "cannot be read" in told(made, work)
+    (made / "staged.json").write_text('{"parts": {}}')
+    assert "not in staged.json" in told(made, work)
+    (made / "server.tar.xz").unlink()
+    assert "holds no archive" in told(made, work)
+    assert told(made, work, "unknown") == "2"
+    assert not work.exists()
+
+
 def test_parts_are_what_the_constraints_pin() -> None:
     import stage_serving
 
@@ -87,6 +114,55 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
         assert ("--disable-cuda-graph" in context.params["extra"]) is not run.graph
     with pytest.raises(click.UsageError):
         serve.make_context("serve", [*words[1 : words.index("--")], "--unknown"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--gpus", 0), "expected at least 1, found 0"),
+        (("--run", "int8-base-graph-whole-tp2"), "int8-base-graph-whole-tp2 needs more than 1"),
+        (("--goldens", "nowhere"), "nowhere is no directory"),
+        (("--run", "unknown"), "invalid choice: 'unknown'"),
+    ],
+)
+def test_what_a_machine_cannot_run_is_told_before_anything_is_made(
+    tmp_path: Path,
+    argv: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[object, ...],
+    told: str,
+) -> None:
+    import validate_serving
+
+    argv(tmp_path / "work", tmp_path / "out", *words)
+    with pytest.raises(SystemExit, match="2"):
+        validate_serving.main()
+    assert told in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_working_directory_is_made(
+    tmp_path: Path, argv: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that has SGLang, where nothing was unpacked."""
+    import validate_serving
+
+    def first(machine: validate_serving.Machine, *_: object) -> int:
+        assert machine.work.is_dir() and machine.out.is_dir()
+        raise SystemExit("reached")
+
+    monkeypatch.setattr(validate_serving.Machine, "command", first)
+    argv(
+        tmp_path / "some" / "work",
+        tmp_path / "out",
+        "--native",
+        "--gpus",
+        2,
+        "--run",
+        validate_serving.RUNS[0].name,
+    )
+    with pytest.raises(SystemExit, match="reached"):
+        validate_serving.main()
 
 
 def test_prompts_are_as_long_as_they_say_and_hold_no_marker() -> None:
@@ -136,13 +212,18 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
 # ---- foreseeable
 
 
-def test_the_draft_of_a_foreseeable_checkpoint_is_right(tmp_path: Path, cli: Callable[..., Ran]) -> None:
+def test_the_draft_of_a_foreseeable_checkpoint_is_right(
+    tmp_path: Path, cli: Callable[..., Ran], argv: Callable[..., None]
+) -> None:
+    import foreseeable
+
     lengths = {}
     for name in ("random", "foreseeable"):
         root = tmp_path / name
         assert cli("synth", root, "-q").exit_code == 0
         if name == "foreseeable":
-            change(root)
+            argv(root)
+            foreseeable.main()
             assert cli("original", root, "-q").exit_code == 0
         golden = tmp_path / f"{name}.json"
         asked = cli("probe", root, "--ids", "300,400", "--tokens", "8", "--draft", "--golden", golden)
@@ -152,11 +233,26 @@ def test_the_draft_of_a_foreseeable_checkpoint_is_right(tmp_path: Path, cli: Cal
     assert lengths["random"] < 2
 
 
-def change(root: Path) -> None:
+def test_no_other_checkpoint_is_changed(
+    tmp_path: Path, cli: Callable[..., Ran], argv: Callable[..., None]
+) -> None:
     import foreseeable
 
-    before, sys.argv = sys.argv, ["foreseeable", str(root)]
-    try:
-        foreseeable.main()
-    finally:
-        sys.argv = before
+    def told(root: Path) -> str:
+        argv(root)
+        before = [(file, file.read_bytes()) for file in sorted(root.glob("*")) if file.is_file()]
+        with pytest.raises(SystemExit) as ended:
+            foreseeable.main()
+        assert all(file.read_bytes() == content for file, content in before)
+        return str(ended.value)
+
+    assert "cannot be read as a checkpoint" in told(tmp_path / "nowhere")
+    preview, official, converted = (tmp_path / name for name in ("preview", "official", "converted"))
+    assert cli("synth", preview, "-q", "--release", "deepseek-v4-flash").exit_code == 0
+    assert "config.json has no DSpark draft" in told(preview)
+    assert cli("synth", official, "-q").exit_code == 0
+    assert cli("convert", official, converted, "-q").exit_code == 0
+    assert "its README.md does not begin with" in told(converted)
+    # A download has a card of its own.
+    (official / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert "nothing was changed" in told(official)
