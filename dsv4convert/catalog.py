@@ -131,6 +131,7 @@ CATALOG: Mapping[str, Kind] = {
     "serve.poison": Kind("warning", "The server would run with a switch that is for tests only.", "unset `DSV4_SM80_POISON`, unless you test that padding does not reach the answers"),
     "serve.exposed": Kind("error", "The server would be reachable from other machines without a key.", "make one with `dsv4convert keygen FILE` and pass `--api-key-file FILE`, or listen on 127.0.0.1"),
     "serve.pictures": Kind("error", "An option of the server cannot be combined with pictures.", "change the option that the message names; `docs/serving.md` has a section about Vision-Exp"),
+    "serve.no-effect": Kind("warning", "An option or a variable changes nothing about this server.", "leave it out, or correct it"),
     "serve.died": Kind("error", "The server ended by itself.", "read the last lines of the log; they are shown above"),
     "serve.timeout": Kind("error", "The server was not ready in time.", "read the last lines of the log; a first start compiles kernels: pass a larger `--ready-timeout`"),
     "serve.guard": Kind("error", "The server came up, but not as the shim requires, and was ended.", "run `preflight`; if it finds nothing, report the log"),

@@ -124,6 +124,8 @@ def _launch_options(function: Callable[..., None]) -> Callable[..., None]:
         from dsv4convert.runtime.launch import Launch
 
         _require_own(extra)
+        if whole_prompts:
+            _require_no_steps(extra)
         demand = Demand(context, concurrency, mem_fraction_static, draft=dspark)
         server = dst, tp, dspark, host, port, api_key_file, demand
         launch = Launch(*server, moe_backend, extra, parallel_indexer, limit_images, whole_prompts)
@@ -144,6 +146,14 @@ def _require_own(extra: tuple[str, ...]) -> None:
     faults = [f"{name}: {reason}" for name, reason in contradictions(extra)]
     if faults:
         raise click.UsageError("these arguments of SGLang are not free here:\n  " + "\n  ".join(faults))
+
+
+def _require_no_steps(extra: tuple[str, ...]) -> None:
+    from dsv4convert.runtime.launch import value_of
+
+    steps = value_of(extra, "--chunked-prefill-size")
+    if steps is not None and not steps.startswith("-"):
+        raise click.UsageError(f"--whole-prompts contradicts --chunked-prefill-size {steps}: leave one out")
 
 
 @click.command(epilog=_PREFLIGHT_EXITS)

@@ -127,7 +127,7 @@ def read_pictures(paths: Sequence[str | os.PathLike[str]], vision: VisionConfig)
 
 
 def _picture(path: Path, vision: VisionConfig) -> Picture:
-    data, name = _read(path), printable(path.name)
+    data, name = _read(path), _name(path)
     try:
         image = open_picture(data)
     except PictureError as error:
@@ -136,8 +136,13 @@ def _picture(path: Path, vision: VisionConfig) -> Picture:
     return Picture(name, hashlib.sha256(data).hexdigest(), image.width, image.height, grid, patches)
 
 
+def _name(path: Path) -> str:
+    # `.` has no name.
+    return printable(path.name or os.fspath(path))
+
+
 def _read(path: Path) -> bytes:
-    name = printable(path.name)
+    name = _name(path)
     try:
         fd, status = open_regular(path, name)
     except Dsv4Error as fault:

@@ -21,7 +21,7 @@ from dsv4convert.runtime import contract, machine, settings
 from dsv4convert.runtime.installation import findings as sglang_findings
 from dsv4convert.runtime.installation import installation
 from dsv4convert.runtime.keys import look_at_key
-from dsv4convert.runtime.launch import OURS, Launch, chunk_size, value_of, variables
+from dsv4convert.runtime.launch import LIMIT_IMAGES, OURS, Launch, chunk_size, value_of, variables
 from dsv4convert.runtime.sight import look
 from dsv4convert.runtime.vision.options import conflicts, longest_whole_prompt
 from dsv4convert.survey import Survey, survey
@@ -223,6 +223,7 @@ def _check_options(launch: Launch, seen: Survey | None, environ: Mapping[str, st
             notes.findings.append(finding("serve.environment", name, reason, expected="not set"))
     notes.findings += _older_findings(launch, environ)
     notes.findings += _switch_findings(environ)
+    notes.findings += _idle_findings(launch, seen, environ)
     notes.checked.append("options: address, environment variables")
 
 
@@ -243,6 +244,23 @@ def _switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     if environ.get(settings.POISON, "").strip() == "1":
         problem = "fills padded heads and tokens with NaN before attention, on every rank"
         yield finding("serve.poison", settings.POISON, problem, expected="unset", found="1")
+
+
+def _idle_findings(launch: Launch, seen: Survey | None, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what was asked for and changes nothing about this server."""
+    if launch.parallel_indexer and launch.tp == 1:
+        problem = "one GPU has nobody to share index queries with"
+        yield finding("serve.no-effect", "--parallel-indexer", problem, expected="`--tp` above 1", found="1")
+    if seen is not None and not has_pictures(seen) and launch.limit_images != LIMIT_IMAGES:
+        problem, found = (
+            "the checkpoint has no vision tower, so that a request holds no pictures",
+            "text only",
+        )
+        yield finding("serve.no-effect", "--limit-images", problem, expected="Vision-Exp", found=found)
+    for name in sorted(environ):
+        if name.startswith(settings.PREFIX) and name not in settings.NAMES:
+            problem, expected = "nothing reads a variable of this name", ", ".join(settings.NAMES)
+            yield finding("serve.no-effect", name, problem, expected=expected, found=name)
 
 
 def _check_steps(launch: Launch, seen: Survey | None, budget: GpuMemory | None, notes: _Notes) -> None:

@@ -30,6 +30,10 @@ PARALLEL_FROM: Final = "DSV4_SM80_PARALLEL_INDEXER_FROM"
 POISON: Final = "DSV4_SM80_POISON"
 #: What is off unless its variable is 1.
 SWITCHES: Final = (PARALLEL_INDEXER, POISON)
+#: How names of ours begin, and all that there are; TILES is read by the expert kernels.
+PREFIX: Final = "DSV4_SM80_"
+TILES: Final = "DSV4_SM80_TILES"
+NAMES: Final = (MOE, ALLOW_HASH, PARALLEL_INDEXER, PARALLEL_FROM, POISON, TILES)
 #: Default of `PARALLEL_FROM`. So many scores take an A100 about 1 ms, by the share of its INT8 peak that an
 #: H200 reaches; gathering what was selected takes up to 0.3 ms over PCIe.
 LEAST_SCORES: Final = 1 << 24

@@ -53,13 +53,17 @@ def open_picture(data: bytes) -> Image:
         PictureError: the bytes are no picture that Pillow reads, or it is damaged or too large.
         ImportError: Pillow is not installed.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data)) as source:
             return source.convert("RGB")
     except MemoryError:
         raise
+    except UnidentifiedImageError:
+        # Pillow would name the object in memory.
+        problem = "its bytes are no format that Pillow reads"
+        raise PictureError(f"the picture cannot be decoded: {problem}") from None
     # Decoders of damaged files raise whatever they stumble over, from `SyntaxError` to `struct.error`.
     except Exception as error:
         raise PictureError(

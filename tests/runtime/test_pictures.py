@@ -72,6 +72,20 @@ def test_serve_turns_pictures_on_by_itself(cli: Callable[..., Ran], seeing: Path
     assert value_of(command, "--limit-mm-data-per-request") is None
 
 
+def test_a_limit_of_pictures_means_nothing_for_text(launch: Launch, toys: Toybox) -> None:
+    limited = replace(launch, limit_images=8)
+    text = check_launch(replace(limited, root=toys.original("int8")), {})
+    assert [(f.code, f.where) for f in text.findings] == [("serve.no-effect", "--limit-images")]
+    assert text.ok() and _codes(limited) == []
+
+
+def test_whole_prompts_and_steps_contradict(cli: Callable[..., Ran], seeing: Path) -> None:
+    asked = ("serve", seeing, "--tp", 1, "--dry-run", "--whole-prompts", "--")
+    ran = cli(*asked, "--chunked-prefill-size", 2048)
+    assert ran.exit_code == 2 and "--whole-prompts contradicts --chunked-prefill-size 2048" in ran.err
+    assert cli(*asked, "--chunked-prefill-size", -1).exit_code == 0
+
+
 @pytest.mark.parametrize("name", contract.PICTURES)
 def test_variables_of_pictures_belong_to_checkpoints_with_a_tower(
     launch: Launch, toys: Toybox, name: str

@@ -294,9 +294,25 @@ def test_a_switch_for_tests_is_a_warning(launch: Launch) -> None:
 
 def test_parallel_indexer_against_its_variable(launch: Launch) -> None:
     name, asked = "DSV4_SM80_PARALLEL_INDEXER", replace(launch, parallel_indexer=True)
-    assert codes(check_launch(asked, {})) == codes(check_launch(asked, {name: "1"})) == []
+    for environ in ({}, {name: "1"}):
+        # The one thing to say is that one GPU shares with nobody.
+        assert one(check_launch(asked, environ), "serve.no-effect").where == "--parallel-indexer"
     fault = one(check_launch(asked, {name: "0"}), "serve.environment")
     assert (fault.where, fault.expected, fault.found) == (name, "1", "0")
+
+
+def test_sharing_index_queries_needs_a_second_gpu(launch: Launch) -> None:
+    alone, shared = (replace(launch, parallel_indexer=True, tp=tp) for tp in (1, 2))
+    assert codes(check_launch(alone, {})) == ["serve.no-effect"]
+    assert check_launch(alone, {}).ok()
+    assert "serve.no-effect" not in codes(check_launch(shared, {}))
+
+
+def test_a_misspelt_variable_is_told(launch: Launch) -> None:
+    fault = one(check_launch(launch, {"DSV4_SM80_POISION": "1"}), "serve.no-effect")
+    assert fault.found == "DSV4_SM80_POISION" and "DSV4_SM80_POISON" in str(fault.expected)
+    known = {"DSV4_SM80_TILES": "tiles.json", "DSV4_SM80_ALLOW_HASH": ""}
+    assert codes(check_launch(launch, known)) == []
 
 
 def test_switch_that_is_off_is_told_not_overridden(launch: Launch) -> None:
