@@ -7,7 +7,6 @@ are what lists and lengths say must be read, and what must be written.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,12 +19,10 @@ from kernels_ref import indexer as index_reference
 from kernels_ref.indexer import INDEX_DIM, INDEX_HEADS, PAGE, PAGE_BYTES
 from kernels_ref.rotary import frequencies, rotary_table
 from kernels_ref.sm80 import attention, indexer
+from kernels_ref.sm80.inputs import PICKED, SCALE, WINDOW, Attention, Pools, Scores, scores, sets
 
-WINDOW, PICKED, SCALE = 128, 512, 512**-0.5
 #: Keys of the indexer at a context of 131,072 tokens: one for four.
 KEYS = 32768
-#: Bytes that the calls of one graph touch between them: several times the L2 of any card so far.
-TOUCHED = 384 << 20
 #: Larger errors are refused: two roundings to bfloat16, and float32 sums.
 ATTENTION_LIMIT, LOGITS_LIMIT = 4e-3, 1e-5
 _JUDGED = 64
@@ -47,97 +44,39 @@ def rows(context: Context) -> Iterator[Row]:
         yield from _stores(tokens)
 
 
-def sets(nbytes: int) -> int:
-    """Return how many sets of inputs a graph rotates over when a call touches `nbytes`."""
-    return max(2, min(256, TOUCHED // nbytes))
-
-
 # ---- attention
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Arguments of `sparse_attention`."""
-
-    q: Tensor
-    window: Tensor
-    near: Tensor
-    near_length: Tensor
-    sink: Tensor
-    extra: dict[str, Tensor]
-
-    def call(self, out: Tensor) -> Tensor:
-        """Run the kernel."""
-        return attention.sparse_attention(
-            self.q, self.window, self.near, self.near_length, self.sink, SCALE, **self.extra, out=out
-        )
-
-    def exact(self, tokens: int) -> Tensor:
-        """Return the first results in float64."""
-        q, near, length = self.q[:tokens], self.near[:tokens], self.near_length[:tokens]
-        far = self.extra["extra_indices"][:tokens]
-        # Only listed rows become float64: the caches have gigabytes.
-        rows = [
-            cache[listed].flatten(0, 1).double() for cache, listed in ((self.window, near), (self.far, far))
-        ]
-        renamed = [torch.arange(x.numel(), device=x.device).view(x.shape).int() for x in (near, far)]
-        extra = {"extra_cache": rows[1], "extra_indices": renamed[1]}
-        extra["extra_lengths"] = self.extra["extra_lengths"][:tokens]
-        return reference.sparse_attention(q.double(), rows[0], renamed[0], length, self.sink, SCALE, **extra)
-
-    @property
-    def far(self) -> Tensor:
-        """The cache of the second source."""
-        return self.extra["extra_cache"]
-
-    def baseline(self, mask: Tensor) -> Tensor:
-        """Do the same in torch: gather both lists and a row of zeros whose score is the sink, then SDPA."""
-        zero = torch.zeros(len(self.q), 1, 512, dtype=self.q.dtype, device=self.q.device)
-        keys = torch.cat((self.window[self.near], self.far[self.extra["extra_indices"]], zero), 1)[:, None]
-        mask = mask.expand(len(self.q), 1, -1, -1)
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return sdpa(self.q[:, None], keys, keys, attn_mask=mask, scale=SCALE)[:, 0]
+def _exact(problem: Attention, tokens: int) -> Tensor:
+    """Return the first results in float64."""
+    q, near, length = problem.q[:tokens], problem.near[:tokens], problem.near_length[:tokens]
+    cache, far = problem.extra["extra_cache"], problem.extra["extra_indices"][:tokens]
+    # Only listed rows become float64: the caches have gigabytes.
+    rows = [cache[listed].flatten(0, 1).double() for cache, listed in ((problem.window, near), (cache, far))]
+    renamed = [torch.arange(x.numel(), device=x.device).view(x.shape).int() for x in (near, far)]
+    extra = {"extra_cache": rows[1], "extra_indices": renamed[1]}
+    extra["extra_lengths"] = problem.extra["extra_lengths"][:tokens]
+    return reference.sparse_attention(q.double(), rows[0], renamed[0], length, problem.sink, SCALE, **extra)
 
 
-@dataclass(frozen=True)
-class Pools:
-    """Rows of the window cache and of the compressed entries, far more than an L2 holds."""
-
-    window: Tensor
-    far: Tensor
-
-    @staticmethod
-    def draw() -> Pools:
-        """Draw 0.5 GiB and 2 GiB."""
-        return Pools(*(torch.randn(n, 512, device="cuda", dtype=torch.bfloat16) for n in (1 << 19, 1 << 21)))
-
-    def problem(self, tokens: int, heads: int, lengths: list[Tensor]) -> Problem:
-        """Draw queries and lists; lengths are shared, as by the layers of a model."""
-        first = torch.randint(0, len(self.window) - WINDOW, (tokens, 1), device="cuda")
-        far = torch.randint(0, len(self.far), (tokens, PICKED), device="cuda", dtype=torch.int32)
-        return Problem(
-            torch.randn(tokens, heads, 512, device="cuda", dtype=torch.bfloat16),
-            self.window,
-            (first + torch.arange(WINDOW, device="cuda")).int(),
-            lengths[0],
-            torch.randn(heads, device="cuda"),
-            {"extra_cache": self.far, "extra_indices": far, "extra_lengths": lengths[1]},
-        )
-
-
-def attention_calls(pools: Pools, tokens: int, heads: int) -> tuple[list[Problem], list[Call], Tensor, int]:
-    """Return problems, a call for each, where they write, and the bytes of the rows of one."""
-    nbytes = tokens * (WINDOW + PICKED) * 1024
-    lengths = [torch.full((tokens,), n, dtype=torch.int32, device="cuda") for n in (WINDOW, PICKED)]
-    problems = [pools.problem(tokens, heads, lengths) for _ in range(sets(nbytes))]
-    out = torch.full_like(problems[0].q, float("nan"))
-    return problems, [partial(problem.call, out) for problem in problems], out, nbytes
+def _gathered(problem: Attention, mask: Tensor) -> Tensor:
+    """Do the same in torch: gather both lists and a row of zeros whose score is the sink, then SDPA."""
+    q, extra = problem.q, problem.extra
+    zero = torch.zeros(len(q), 1, 512, dtype=q.dtype, device=q.device)
+    keys = (problem.window[problem.near], extra["extra_cache"][extra["extra_indices"]], zero)
+    keys = torch.cat(keys, 1)[:, None]
+    mask = mask.expand(len(q), 1, -1, -1)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q[:, None], keys, keys, attn_mask=mask, scale=SCALE)[:, 0]
 
 
 def _attention(pools: Pools, tokens: int, heads: int) -> Iterator[Row]:
-    problems, calls, out, nbytes = attention_calls(pools, tokens, heads)
+    problems = pools.problems(tokens, heads)
+    nbytes = tokens * (WINDOW + PICKED) * 1024
+    out = torch.full_like(problems[0].q, float("nan"))
+    calls: list[Call] = [partial(problem.call, out) for problem in problems]
     calls[0]()
-    expected = problems[0].exact(_JUDGED)
+    expected = _exact(problems[0], _JUDGED)
     error = relative_error(out[:_JUDGED], expected)
     _require(error < ATTENTION_LIMIT and not out.isnan().any(), f"attention of {tokens} tokens", error)
     group, case = "sparse attention, 128 + 512 keys", f"{tokens} tokens, {heads} heads"
@@ -145,79 +84,38 @@ def _attention(pools: Pools, tokens: int, heads: int) -> Iterator[Row]:
     yield Row(group, case, "ours", *time_calls(calls), nbytes, ops, error)
     mask = torch.zeros(heads, WINDOW + PICKED + 1, dtype=torch.bfloat16, device="cuda")
     mask[:, -1] = problems[0].sink
-    error = relative_error(problems[0].baseline(mask)[:_JUDGED], expected)
-    base = [partial(problem.baseline, mask) for problem in problems[:8]]
+    error = relative_error(_gathered(problems[0], mask)[:_JUDGED], expected)
+    base = [partial(_gathered, problem, mask) for problem in problems[:8]]
     yield Row(group, case, "torch gather + SDPA", *time_calls(base), nbytes, ops, error)
 
 
 # ---- indexer
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Arguments of `index_logits`."""
-
-    q8: Tensor
-    cache: Tensor
-    weight: Tensor
-    seq_lens: Tensor
-    page_table: Tensor
-    max_len: int
-
-    @staticmethod
-    def draw(cache: Tensor, tokens: int, keys: int, shared: bool) -> Scores:
-        """Draw queries; with `shared` all of them look at the pages of one request."""
-        pages = keys // PAGE
-        table = torch.stack(
-            [torch.randperm(len(cache), device="cuda")[:pages] for _ in range(1 if shared else tokens)]
-        )
-        return Scores(
-            torch.randint(-127, 128, (tokens, INDEX_HEADS, INDEX_DIM), dtype=torch.int8, device="cuda"),
-            cache,
-            torch.randn(tokens, INDEX_HEADS, device="cuda") / 1e4,
-            torch.full((tokens,), keys, dtype=torch.int32, device="cuda"),
-            table.int().expand(tokens, -1).contiguous(),
-            keys,
-        )
-
-    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-        """Return the positional arguments."""
-        return self.q8, self.cache, self.weight, self.seq_lens, self.page_table, self.max_len
-
-    def baseline(self) -> Tensor:
-        """Score in torch: gather the pages, products in bfloat16, relu, weighted sum, scale."""
-        pages = self.cache[self.page_table]
-        codes = pages[..., : PAGE * INDEX_DIM].view(torch.int8).to(torch.bfloat16)
-        scales = pages[..., PAGE * INDEX_DIM :].contiguous().view(torch.float32).flatten(1)
-        products = torch.bmm(codes.reshape(len(self.q8), -1, INDEX_DIM), self.q8.bfloat16().transpose(1, 2))
-        return torch.bmm(products.relu_().float(), self.weight[..., None])[..., 0] * scales
+def _torch_scores(problem: Scores) -> Tensor:
+    """Score in torch: gather the pages, products in bfloat16, relu, weighted sum, scale."""
+    pages = problem.cache[problem.page_table]
+    codes = pages[..., : PAGE * INDEX_DIM].view(torch.int8).to(torch.bfloat16)
+    scales = pages[..., PAGE * INDEX_DIM :].contiguous().view(torch.float32).flatten(1)
+    queries = problem.q8.bfloat16().transpose(1, 2)
+    products = torch.bmm(codes.reshape(len(queries), -1, INDEX_DIM), queries)
+    return torch.bmm(products.relu_().float(), problem.weight[..., None])[..., 0] * scales
 
 
-def index_cache(pages: int) -> Tensor:
-    """Draw pages of codes with scales near 1/127."""
-    cache = torch.randint(0, 256, (pages, PAGE_BYTES), dtype=torch.uint8, device="cuda")
-    scales = (torch.rand(pages, PAGE, device="cuda") + 0.5) / 127
-    cache[:, PAGE * INDEX_DIM :] = scales.view(torch.uint8)
-    return cache
-
-
-def logits_calls(
+def _logits_calls(
     tokens: int, keys: int, shared: bool = False
 ) -> tuple[list[Scores], list[Call], Tensor, int]:
     """Return problems, a call for each, where they write, and the bytes one must move."""
     once = (1 if shared else tokens) * keys * PAGE_BYTES // PAGE
     nbytes = once + tokens * (keys * 4 + INDEX_HEADS * INDEX_DIM)
-    count = sets(once)
-    # Each call has pages of its own, as far as 65,536 pages (0.5 GB) go.
-    cache = index_cache(min(65536, max(2, count) * once // PAGE_BYTES))
-    problems = [Scores.draw(cache, tokens, keys, shared) for _ in range(count)]
+    problems = scores(tokens, keys, shared)
     out = torch.full((tokens, keys), float("nan"), device="cuda")
-    calls = [partial(indexer.index_logits, *p.args(), out=out, clean=False) for p in problems]
+    calls: list[Call] = [partial(indexer.index_logits, *p.args(), out=out, clean=False) for p in problems]
     return problems, calls, out, nbytes
 
 
 def _logits(tokens: int, keys: int, shared: bool = False) -> Iterator[Row]:
-    problems, calls, out, nbytes = logits_calls(tokens, keys, shared)
+    problems, calls, out, nbytes = _logits_calls(tokens, keys, shared)
     calls[0]()
     first = problems[0]
     judged = [x[:2] if isinstance(x, Tensor) and x is not first.cache else x for x in first.args()]
@@ -227,8 +125,8 @@ def _logits(tokens: int, keys: int, shared: bool = False) -> Iterator[Row]:
     group, case = "index logits", f"{tokens} queries, {keys} keys{', one request' if shared else ''}"
     ops = 2 * tokens * keys * INDEX_HEADS * INDEX_DIM
     yield Row(group, case, "ours", *time_calls(calls), nbytes, ops, error)
-    error = relative_error(first.baseline()[:2], expected)
-    base = [problem.baseline for problem in problems[:4]]
+    error = relative_error(_torch_scores(first)[:2], expected)
+    base = [partial(_torch_scores, problem) for problem in problems[:4]]
     yield Row(group, case, "torch, BF16 products", *time_calls(base), nbytes, ops, error)
     if tokens == 1:
         nothing: list[Call] = [partial(_nothing[tokens, keys // PAGE], out)] * len(calls)
@@ -243,7 +141,7 @@ def _nothing(OUT):
 def _topk() -> Iterator[Row]:
     group, topk = "index top-k of 512, logits included", 512
     for tokens, keys, rows_at_once in ((64, KEYS, None), (512, 131072, None)):
-        problems, _, out, nbytes = logits_calls(tokens, keys, shared=tokens > 64)
+        problems, _, out, nbytes = _logits_calls(tokens, keys, shared=tokens > 64)
         calls = [partial(indexer.index_topk, *p.args(), topk=topk, rows=rows_at_once) for p in problems[:2]]
         indexer.index_logits(*problems[0].args(), out=out)
         wanted, found = out[0].topk(topk).values, out[0][calls[0]()[0].long()]

@@ -23,16 +23,13 @@ from kernels_ref.arguments import FLOATS, expect
 from kernels_ref.attention import HEAD_DIM, ROPE_DIM, check_attention, check_store, second_source
 from kernels_ref.sm80 import rotary
 from kernels_ref.sm80.device import blocks_at_once
+from kernels_ref.sm80.tiles import AttentionPlan, choose_attention
 
 #: Heads of a block: the rows of one `mma`. A tensor-parallel rank of 4 has 16 heads.
 HEADS = 16
 #: Keys of a tile.
 KEYS = 32
 _WARPS = 4
-# Tiles of a round, stages of the pipeline and slices of a row: for split keys, where a block has few tiles
-# and the latency of one counts, and for whole lists. Two tiles and the queries take 81 KiB either way:
-# exactly two blocks fit one multiprocessor of an A100.
-_SPLIT, _WHOLE, _BLOCKS_PER_PROCESSOR = (1, 3, 2), (2, 2, 4), 2
 # What `splits_of` counts beside tiles, and how far it goes.
 _BLOCK_TILES, _JOIN_TILES, _MOST_SPLITS = 3, 2, 32
 _LOG2E = math.log2(math.e)
@@ -253,18 +250,27 @@ def sparse_attention(
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     out: Tensor | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Attend to listed rows of one cache or of two, in one softmax with a sink.
 
     As `kernels_ref.attention.sparse_attention`, bfloat16 in and out. Probabilities are rounded to bfloat16
-    before they meet the rows, sums are float32. One launch, or two when keys are split.
+    before they meet the rows, sums are float32. One launch, or two when keys are split. `plan` replaces the
+    one of the table, `kernels_ref.sm80.tiles`.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or layout, or part of a second source: rows may be apart
-            in `q`, `out` and the lists, everything else is contiguous.
+        ValueError: a tensor of another shape, dtype or layout, part of a second source, lists of two dtypes,
+            or a `scale` that is a tensor: rows may be apart in `q`, `out` and the lists, everything else is
+            contiguous.
     """
     extra = second_source(extra_cache, extra_indices, extra_lengths)
     check_attention(q, (cache, indices, lengths), extra, sink, out, kernel=True)
+    if isinstance(scale, Tensor):
+        raise ValueError("`scale`: expected a number, which no kernel has to wait for; found a tensor")
+    if extra and extra[1].dtype != indices.dtype:
+        raise ValueError(
+            f"`extra_indices`: expected {indices.dtype}, the dtype of `indices`; found {extra[1].dtype}"
+        )
     tokens, heads = q.shape[:2]
     if out is None:
         out = torch.empty((tokens, heads, HEAD_DIM), dtype=q.dtype, device=q.device)
@@ -273,18 +279,19 @@ def sparse_attention(
     two = extra is not None
     cache2, list2, lengths2 = extra or (cache, indices, lengths)
     groups = triton.cdiv(heads, HEADS)
+    plan = plan or choose_attention(tokens * groups)
     tiles = triton.cdiv(indices.shape[1], KEYS) + (triton.cdiv(list2.shape[1], KEYS) if two else 0)
-    splits = splits_of(tokens * groups, tiles, blocks_at_once(q.device, _BLOCKS_PER_PROCESSOR))
+    splits = splits_of(tokens * groups, tiles, blocks_at_once(q.device, plan.blocks))
     parts = tokens * splits * heads if splits > 1 else 0
     partial = torch.empty(parts, HEAD_DIM, dtype=torch.float16, device=q.device) if parts else out
     stats = torch.empty(parts, 3, dtype=torch.float32, device=q.device) if parts else out
-    tiles_at_once, stages, slices = _SPLIT if splits > 1 else _WHOLE
+    walk = plan.split if splits > 1 else plan.whole
     _attend[(tokens * groups * splits,)](
         q, cache, indices, lengths, cache2, list2, lengths2, sink, out, partial, stats,
         scale * _LOG2E, heads, groups, splits, q.stride(0), q.stride(1), out.stride(0), out.stride(1),
         indices.shape[1], indices.stride(0), list2.shape[1], list2.stride(0),
-        TWO=two, SPLIT=splits > 1, H=HEADS, D=HEAD_DIM, SLICES=slices,
-        KEYS=KEYS, TILES=tiles_at_once, STAGES=stages, UP=_UP, num_warps=_WARPS,
+        TWO=two, SPLIT=splits > 1, H=HEADS, D=HEAD_DIM, SLICES=walk.slices,
+        KEYS=KEYS, TILES=walk.tiles, STAGES=walk.stages, UP=_UP, num_warps=_WARPS,
     )  # fmt: skip
     if splits > 1:
         most = max(4, triton.next_power_of_2(splits))

@@ -27,11 +27,7 @@ from kernels_ref.indexer import (
 )
 from kernels_ref.sm80 import rotary
 from kernels_ref.sm80.device import blocks_at_once
-
-# One warp scores a page: sums over heads stay inside it and no block waits for itself.
-_WARPS, _STAGES, _BLOCKS_PER_PROCESSOR = 1, 3, 8
-# Pages of a block, at most.
-_MOST_PAGES = 16
+from kernels_ref.sm80.tiles import ScoresPlan, choose_scores
 
 
 @triton.jit(do_not_specialize=["max_len", "share", "w_row", "length_row", "table_row", "out_row"])
@@ -181,12 +177,13 @@ def index_logits(
     *,
     out: Tensor | None = None,
     clean: bool = True,
+    plan: ScoresPlan | None = None,
 ) -> Tensor:
     """Score cached keys, ``logit[t, j] = k_scale[j] * sum_h relu(<q8[t, h], k8[j]>) * weight[t, h]``.
 
     As `kernels_ref.indexer.index_logits`. `seq_lens` may be [T] or [T, 1]. The grid covers `max_len` for
     every query, whatever the lengths, so that a captured graph stays valid; blocks behind a length end at
-    once, after writing their -inf if `clean`.
+    once, after writing their -inf if `clean`. `plan` replaces the one of the table, `kernels_ref.sm80.tiles`.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout, or a `max_len` below 0; the first dimension of
@@ -199,12 +196,13 @@ def index_logits(
     if not tokens or not max_len:
         return out
     pages = triton.cdiv(max_len, PAGE)
-    share = pages_of_a_block(tokens, pages, blocks_at_once(q8.device, _BLOCKS_PER_PROCESSOR))
+    plan = plan or choose_scores(tokens)
+    share = pages_of_a_block(tokens, pages, blocks_at_once(q8.device, plan.blocks), plan.pages)
     _logits[(tokens, triton.cdiv(pages, share))](
         q8, cache.view(torch.int8), cache.view(torch.float32), weight, seq_lens, page_table, out,
         max_len, share, weight.stride(0), seq_lens.stride(0), page_table.stride(0), out.stride(0),
-        CLEAN=clean, STAGES=_STAGES,
-        KEYS=PAGE, HEADS=INDEX_HEADS, D=INDEX_DIM, BYTES=PAGE_BYTES, num_warps=_WARPS,
+        CLEAN=clean, STAGES=plan.stages,
+        KEYS=PAGE, HEADS=INDEX_HEADS, D=INDEX_DIM, BYTES=PAGE_BYTES, num_warps=plan.warps,
     )  # fmt: skip
     return out
 
@@ -226,10 +224,10 @@ def index_topk(
     return chunked_topk(index_logits, q8, cache, weight, seq_lens, page_table, max_len, topk, rows)
 
 
-def pages_of_a_block(tokens: int, pages: int, places: int) -> int:
-    """Return how many pages a block scores: as few as keep the rounds that blocks of the most pages need.
+def pages_of_a_block(tokens: int, pages: int, places: int, most: int) -> int:
+    """Return how many pages a block scores: as few as keep the rounds that blocks of `most` pages need.
 
     More of them read the query less often; fewer, in whole rounds, keep all `places` of the card busy.
     """
-    rounds = max(triton.cdiv(tokens * pages, places * _MOST_PAGES), 1)
+    rounds = max(triton.cdiv(tokens * pages, places * most), 1)
     return triton.cdiv(tokens * pages, places * rounds)

@@ -58,6 +58,8 @@ def quantize_rows(x: Tensor, digits: int, ids: Tensor | None = None) -> tuple[Te
     """
     expect("x", x, FLOATS, (None, None), gaps="nowhere")
     rows, k = x.shape
+    if not k:
+        raise ValueError(f"`x`: expected rows of 1 value or more; found {list(x.shape)}")
     q = torch.empty((rows, digits, k), dtype=torch.int8, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:

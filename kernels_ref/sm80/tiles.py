@@ -1,20 +1,21 @@
-"""Which kernels and tiles run a layer of experts, by number of tokens and by rank's intermediate size.
+"""Which kernels and tiles run experts, attention and index scores, by number of tokens.
 
-The table is measured, not derived. `DEFAULT` holds what was fastest on the card that it names; another card
-is measured with ``python -m kernels_ref.sm80.tune FILE``, and the environment variable `VARIABLE` makes the
-file's table the one in use.
+The tables are measured, not derived. `DEFAULT`, `ATTENTION` and `SCORES` hold what was fastest on the card
+that they name; another card is measured with ``python -m kernels_ref.sm80.tune FILE``, and the environment
+variable `VARIABLE` makes the file's tables the ones in use (`kernels_ref.sm80.table_file`). A choice depends
+on shapes alone: nothing waits for the GPU, and a captured graph stays valid.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypeVar
 
-#: Environment variable that names a table written by `tune`.
+#: Environment variable that names a file written by `tune`.
 VARIABLE = "DSV4_SM80_TILES"
 
 
@@ -60,8 +61,67 @@ class Plan:
     w2: Tile
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a block of attention walks over its keys.
+
+    Attributes:
+        tiles: Tiles of keys in a round, 1 or 2.
+        stages: Depth of the software pipeline.
+        slices: Parts that a row is multiplied in: 1, 2 or 4.
+    """
+
+    tiles: int
+    stages: int
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How attention runs for up to `tokens` tokens of up to 16 heads; more heads count as more tokens.
+
+    Attributes:
+        tokens: Largest number of tokens; 0 for any number.
+        split: For keys split over blocks, where a block has few tiles and the latency of one counts.
+        whole: For whole lists.
+        blocks: Blocks that one multiprocessor runs at a time; it decides how often keys are split.
+    """
+
+    tokens: int
+    split: Walk
+    whole: Walk
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresPlan:
+    """How index scores run for up to `tokens` queries.
+
+    Attributes:
+        tokens: Largest number of queries; 0 for any number.
+        warps, stages: Warps of a block, and depth of the software pipeline.
+        pages: Pages of a block, at most.
+        blocks: Blocks that one multiprocessor runs at a time.
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+    pages: int
+    blocks: int
+
+
 #: A rank's intermediate size -> arithmetic, or ``auto`` -> plans by ascending number of tokens.
 Table = dict[int, dict[str, tuple[Plan, ...]]]
+AnyPlan = TypeVar("AnyPlan", Plan, AttentionPlan, ScoresPlan)
+
+
+class Tables(NamedTuple):
+    """What a file holds, or what is shipped."""
+
+    experts: Table
+    attention: tuple[AttentionPlan, ...]
+    scores: tuple[ScoresPlan, ...]
 
 
 def _few(tokens: int, columns: int, w13: tuple[int, ...], w2: tuple[int, ...], digits: int = 2) -> Plan:
@@ -145,49 +205,37 @@ DEFAULT: Table = {
 }
 
 
+# The same card and code; 2026-11-30. Two tiles and the queries take 81 KiB either way: exactly two blocks fit
+# one multiprocessor of an A100. One warp scores a page: sums over heads stay inside it, no block waits for
+# itself.
+ATTENTION = (AttentionPlan(0, split=Walk(1, 3, 2), whole=Walk(2, 2, 4), blocks=2),)
+SCORES = (ScoresPlan(0, warps=1, stages=3, pages=16, blocks=8),)
+
+
 def choose(tokens: int, intermediate: int, arithmetic: str = "auto") -> Plan:
     """Return the plan for a number of tokens: of the nearest intermediate size that was measured."""
-    table = _table()
+    table = _tables().experts
     size = min(table, key=lambda measured: (abs(measured - intermediate), measured))
-    return next(plan for plan in table[size][arithmetic] if not plan.tokens or tokens <= plan.tokens)
+    return _first(table[size][arithmetic], tokens)
+
+
+def choose_attention(tokens: int) -> AttentionPlan:
+    """Return the plan for a number of tokens of up to 16 heads each."""
+    return _first(_tables().attention, tokens)
+
+
+def choose_scores(tokens: int) -> ScoresPlan:
+    """Return the plan for a number of queries."""
+    return _first(_tables().scores, tokens)
+
+
+def _first(plans: Sequence[AnyPlan], tokens: int) -> AnyPlan:
+    return next(plan for plan in plans if not plan.tokens or tokens <= plan.tokens)
 
 
 @lru_cache(maxsize=1)
-def _table() -> Table:
+def _tables() -> Tables:
+    from kernels_ref.sm80.table_file import read
+
     path = os.environ.get(VARIABLE)
-    return read(Path(path)) if path else DEFAULT
-
-
-def read(path: Path) -> Table:
-    """Read a table that `write` wrote.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        sizes = json.loads(path.read_text(encoding="utf-8"))["plans"]
-        return {
-            int(size): {
-                arithmetic: tuple(_plan(**plan) for plan in plans[arithmetic])
-                for arithmetic in ("auto", "w4a16", "w4a8")
-            }
-            for size, plans in sizes.items()
-        }
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: expected a tile table as `python -m kernels_ref.sm80.tune` writes it, found {error!r}; "
-            f"write it anew or unset {VARIABLE}"
-        ) from error
-
-
-def _plan(*, w13: dict[str, Any], w2: dict[str, Any], **values: Any) -> Plan:
-    return Plan(w13=Tile(**w13), w2=Tile(**w2), **values)
-
-
-def write(path: Path, table: Table, card: str) -> None:
-    """Write a table and the card it was measured on."""
-    plans = {
-        str(size): {name: [asdict(plan) for plan in row] for name, row in rows.items()}
-        for size, rows in table.items()
-    }
-    path.write_text(json.dumps({"card": card, "plans": plans}, indent=1) + "\n", encoding="utf-8")
+    return read(Path(path)) if path else Tables(DEFAULT, ATTENTION, SCORES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels_ref.sm80 import attention
+from kernels_ref.sm80.tiles import ATTENTION, Walk
 from tests.kernels.case import BF16_MMA, Case
 
 _ATTEND = {
@@ -18,15 +19,16 @@ _ATTEND = {
 }
 
 
-def _attend(two: bool, split: bool) -> Case:
-    tiles, stages, slices = attention._SPLIT if split else attention._WHOLE
+def _attend(two: bool, split: bool, walk: Walk) -> Case:
     sources, keys = "two sources" if two else "one source", ", split" if split else ""
-    values: dict[str, Any] = {"TWO": two, "SPLIT": split, "H": attention.HEADS, "D": 512, "SLICES": slices}
+    values: dict[str, Any] = {"TWO": two, "SPLIT": split, "H": attention.HEADS, "D": 512}
     return Case(
-        f"sparse_attention of {sources}{keys}",
+        f"sparse_attention of {sources}{keys}, {walk.tiles}x{walk.slices} s{walk.stages}",
         attention._attend,
         _ATTEND,
-        values | {"KEYS": attention.KEYS, "TILES": tiles, "STAGES": stages, "UP": False},
+        values
+        | {"KEYS": attention.KEYS, "TILES": walk.tiles, "STAGES": walk.stages, "SLICES": walk.slices}
+        | {"UP": False},
         {"q_row", "q_head", "o_row", "o_head"},
         num_warps=4,
         mma=frozenset({BF16_MMA}),
@@ -34,7 +36,12 @@ def _attend(two: bool, split: bool) -> Case:
 
 
 CASES = [
-    *(_attend(two, split) for two in (False, True) for split in (False, True)),
+    *(
+        _attend(two, split, walk)
+        for two in (False, True)
+        for split in (False, True)
+        for walk in dict.fromkeys(plan.split if split else plan.whole for plan in ATTENTION)
+    ),
     *(
         Case(
             f"sparse_attention join of up to {most}",

@@ -189,6 +189,8 @@ KERNEL = [
     ("sparse_attention", "lengths", _apart, "`lengths`: expected int32 or int64 [3], contiguous"),
     ("sparse_attention", "sink", _apart, "`sink`: expected bfloat16 or float32 [2], contiguous"),
     ("sparse_attention", "extra_indices", _apart, "`extra_indices`: expected int32 or int64 [3, any]"),
+    ("sparse_attention", "extra_indices", Tensor.long, "expected torch.int32, the dtype of `indices`; found"),
+    ("sparse_attention", "scale", torch.tensor, "`scale`: expected a number, which no kernel has to wait"),
     ("store_kv", "cache", _apart, "`cache`: expected bfloat16 or float32 [any, 512], contiguous"),
     ("dequantize_fp8_block", "codes", _apart, "`codes`: expected uint8 or float8_e4m3fn [any, any]"),
     ("dequantize_fp8_block", "scales", _apart, "`scales`: expected uint8 or float8_e8m0fnu [any, any]"),
@@ -250,6 +252,9 @@ def test_the_quantiser_refuses_rows_that_are_not_there() -> None:
         assert "`x`: expected bfloat16 or float32 [any, any], contiguous" in _refusal(
             per_token_int8, {"x": x}
         )
+    found = _refusal(per_token_int8, {"x": torch.randn(2, 0)})
+    assert found == "`x`: expected rows of 1 value or more; found [2, 0]"
+    assert per_token_int8(torch.randn(0, 32))[0].shape == (0, 32)
 
 
 def test_a_score_without_a_page_is_refused_by_the_reference() -> None:

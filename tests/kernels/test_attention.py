@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels_ref import attention as reference
 from kernels_ref import indexer as index_reference
 from kernels_ref.sm80 import attention, indexer
+from kernels_ref.sm80.tiles import AttentionPlan, ScoresPlan, Walk
 from tests import tolerances
 from tests.kernels.interpreted import InterpretedError, call
 from tests.kernels.listed import POISON, draw_attention, draw_index, exact_attention, exact_logits, table
@@ -223,10 +224,35 @@ def test_index_topk(seed: int) -> None:
     ],
 )
 def test_blocks_take_more_pages_when_there_are_many(tokens: int, pages: int, places: int, share: int) -> None:
-    assert indexer.pages_of_a_block(tokens, pages, places) == share
+    assert indexer.pages_of_a_block(tokens, pages, places, 16) == share
 
 
 def test_an_index_cache_of_another_shape_is_refused(seed: int) -> None:
     q8, cache, *rest = draw_index(seed, [3], max_len=4).args()
     with pytest.raises(InterpretedError, match=r"`cache`: expected uint8 \[any, 8448\], contiguous"):
         call(indexer.index_logits, q8, cache[:, :-4], *rest)
+
+
+# ---- plans: how a kernel runs changes its times, not its results
+
+
+def attend_with_plan(split: bool, walk: Walk, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """Return `sparse_attention` under a plan of one walk, on a card that has room for splits or has none."""
+    plan = AttentionPlan(0, walk, walk, 2)
+    return attend_with_places(1000 if split else 1, *args, plan=plan, **kwargs)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("walk", [Walk(1, 2, 1), Walk(2, 3, 2), Walk(1, 4, 4)], ids=str)
+def test_attention_under_plans_that_tuning_may_choose(walk: Walk, split: bool, seed: int) -> None:
+    drawn = {"width": 64, "extra": 96, "lengths": LENGTHS, "extra_lengths": EXTRA_LENGTHS}
+    problem = draw_attention(seed, tokens=3, heads=2, dtype=torch.float32, **drawn)
+    result = call(attend_with_plan, split, walk, *problem.args(), **problem.keywords())
+    assert relative(result, exact_attention(problem)) < tolerances.FLOAT16_PARTS
+
+
+@pytest.mark.parametrize("plan", [ScoresPlan(0, 4, 2, 1, 4), ScoresPlan(0, 2, 4, 32, 16)], ids=str)
+def test_scores_under_plans_that_tuning_may_choose(plan: ScoresPlan, seed: int) -> None:
+    problem = draw_index(seed, [0, 65, 200], max_len=200)
+    found = call(indexer.index_logits, *problem.args(), plan=plan)
+    assert torch.equal(found.double(), exact_logits(problem))

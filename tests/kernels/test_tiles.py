@@ -1,28 +1,18 @@
-"""The tile table: what is chosen, what a table from a file must be, what every plan must keep."""
+"""The shipped tables: what is chosen, what every plan must keep, and what tuning makes of times."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from kernels_ref.sm80 import tiles, tune
+from kernels_ref.sm80.measure import merge
 from kernels_ref.sm80.moe import _halves, _rows
-from kernels_ref.sm80.tiles import DEFAULT, Plan, Tile, choose
-from kernels_ref.sm80.tune import FAMILIES, merge, preferred
+from kernels_ref.sm80.tiles import DEFAULT, Plan, Tile, Walk, choose, choose_attention, choose_scores
+from kernels_ref.sm80.tune_experts import FAMILIES, preferred
 
 PLAN = Plan(8, "w4a16", 0, Tile("few", 16, 1, 3, 4), Tile("few", 32, 1, 3, 2))
 PLANS = list({plan: 0 for table in DEFAULT.values() for plans in table.values() for plan in plans})
-
-
-@pytest.fixture
-def table_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "tiles.json"
-    monkeypatch.setenv(tiles.VARIABLE, str(path))
-    tiles._table.cache_clear()
-    yield path
-    tiles._table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -69,23 +59,12 @@ def test_plan_keeps_what_its_kernels_need(plan: Plan) -> None:
     assert plan.columns % (8 * digits) == 0 or plan.columns == 8
 
 
-def test_file_of_the_environment_replaces_the_table(table_file: Path) -> None:
-    more, coarse = replace(PLAN, tokens=0, columns=8), replace(PLAN, tokens=0, arithmetic="w4a8")
-    table = {1024: {"auto": (PLAN, more), "w4a16": (PLAN, more), "w4a8": (coarse,)}}
-    tiles.write(table_file, table, "some card")
-    assert tiles.read(table_file) == table
-    assert choose(8, 2048) == PLAN
-    assert choose(9, 2048) == more
-    assert choose(9, 2048, "w4a8") == coarse
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"plans": {"512": {"auto": [{"tokens": 1}]}}}', '{"plans": {"x": {}}}']
-)
-def test_another_file_is_refused_by_name(table_file: Path, text: str) -> None:
-    table_file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"tiles\.json: expected a tile table"):
-        choose(1, 512)
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512, 4096, 10**6])
+def test_attention_and_scores_are_shipped_with_one_plan_for_any_number(tokens: int) -> None:
+    plan = choose_attention(tokens)
+    assert (plan.split, plan.whole, plan.blocks) == (Walk(1, 3, 2), Walk(2, 2, 4), 2)
+    scores = choose_scores(tokens)
+    assert (scores.warps, scores.stages, scores.pages, scores.blocks) == (1, 3, 16, 8)
 
 
 def test_rows_and_steps_shrink_to_fit_and_no_further() -> None:
@@ -111,29 +90,3 @@ def test_both_arithmetics_are_measured_for_every_number_of_tokens() -> None:
 @pytest.mark.parametrize(("w4a8", "choice"), [(91.0, "w4a16"), (89.0, "w4a8")])
 def test_coarse_arithmetic_needs_more_than_ten_percent(w4a8: float, choice: str) -> None:
     assert preferred({"w4a16": (100.0, PLAN), "w4a8": (w4a8, PLAN)}) == choice
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--tokens", "4", "0"], "--tokens: expected 1 or more, found 0"),
-        (["--intermediate", "512", "200"], "--intermediate: expected a multiple of 128, found 200"),
-        (["--topk", "9", "--experts", "8"], "--topk: expected 1 to --experts 8, found 9"),
-        (["--processes", "0"], "--processes: expected 1 or more, found 0"),
-    ],
-)
-def test_tuning_refuses_sizes_before_it_looks_for_a_card(
-    arguments: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        tune.main([str(tmp_path / "tiles.json"), *arguments])
-    assert sentence in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"expected a CUDA device .* found none"):
-        tune.main([str(tmp_path / "tiles.json")])
-    with pytest.raises(SystemExit, match="2"):
-        tune.main([str(tmp_path / "missing" / "tiles.json")])
