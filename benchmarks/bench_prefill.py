@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ HOME = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HOME))
 
+from dsv4convert.errors import Dsv4Error  # noqa: E402
 from dsv4convert.smoke.native import generate  # noqa: E402
 from dsv4convert.smoke.server import Server, open_server, root_of  # noqa: E402
 
@@ -33,11 +34,14 @@ from dsv4convert.smoke.server import Server, open_server, root_of  # noqa: E402
 def main(words: Sequence[str] | None = None) -> int:
     """Parse, measure, print one table; 1 if a number means nothing."""
     options = _arguments(words)
-    key = options.api_key_file.read_text(encoding="utf-8").strip() if options.api_key_file else ""
+    try:
+        key = options.api_key_file.read_text(encoding="utf-8").strip() if options.api_key_file else ""
+    except OSError as error:
+        raise SystemExit(f"error: {error.filename}: cannot be read: {error.strerror}") from None
     rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         servers = {
-            name: stack.enter_context(open_server(root_of(url), key, options.timeout))
+            name: stack.enter_context(_opened(url, key, options.timeout))
             for name, _, url in (server.partition("=") for server in options.servers)
         }
         for number, tokens in _order(options.rounds, options.tokens):
@@ -57,6 +61,15 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.out:
         options.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return int(any(row["cached"] for row in table))
+
+
+def _opened(url: str, key: str, timeout: float) -> AbstractContextManager[Server]:
+    try:
+        return open_server(root_of(url), key, timeout)
+    except Dsv4Error as fault:
+        raise SystemExit(str(fault)) from None
+    except ValueError as fault:
+        raise SystemExit(f"error: {fault}") from None
 
 
 def _order(rounds: int, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -62,3 +62,10 @@ def test_a_server_needs_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_prefill.main(["http://127.0.0.1:30000"])
     assert "a server is NAME=URL" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no server answers here"):
+        bench_prefill.main(["a=http://127.0.0.1:9"])
+    with pytest.raises(SystemExit, match="key: cannot be read"):
+        bench_prefill.main(["a=http://127.0.0.1:9", "--api-key-file", str(tmp_path / "key")])
