@@ -30,7 +30,7 @@ PARALLEL_FROM: Final = "DSV4_SM80_PARALLEL_INDEXER_FROM"
 POISON: Final = "DSV4_SM80_POISON"
 #: What is off unless its variable is 1.
 SWITCHES: Final = (PARALLEL_INDEXER, POISON)
-#: How names of ours begin, and all that there are; TILES is read by the expert kernels.
+#: How names of ours begin, and all that there are; TILES is read by the kernels.
 PREFIX: Final = "DSV4_SM80_"
 TILES: Final = "DSV4_SM80_TILES"
 NAMES: Final = (MOE, ALLOW_HASH, PARALLEL_INDEXER, PARALLEL_FROM, POISON, TILES)
