@@ -8,7 +8,7 @@ SHA-256 of every wheel and archive. `unpack` fills WORK/server and WORK/client.
 
 The machine brings Python 3.12, torch 2.11 (CUDA 13), Triton 3.6, numpy, nvcc and ninja. Everything else is
 read from `constraints/staged-*.txt` and taken from wheels. What serving one model on one machine never loads
-is left out (`_LEFT_OUT`), and three packages that are only imported have stand-ins (`scripts/standins`).
+is left out (`_LEFT_OUT`), and four packages that are only imported have stand-ins (`scripts/standins`).
 Uses the standard library, tar and xz.
 """
 
