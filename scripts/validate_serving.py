@@ -3,11 +3,11 @@
     python3 scripts/validate_serving.py WORK OUT [--gpus N] [--run NAME ...] [--goldens DIR]
 
 WORK was filled by `scripts/stage_serving.py unpack`; where SGLang 0.5.16 and the clients are installed it
-may be empty or missing. A run is a layout and a way to serve it, as `int8-dspark-graph-whole`;
-without --run all of `RUNS` for the cards there are. Each run is: preflight and start (`serve`), `smoke`,
-the tokens of every golden file, a load of 256 requests, 8 at once, and an end by SIGTERM. Several servers
-share a card, but never while one of them measures its memory. OUT gets the log of every step and
-`results.json`; the exit status is 1 if a run failed. Compiled kernels stay in WORK/cache, for the next
+may be empty or missing. A run is a layout and a way to serve it, as `int8-dspark-graph-whole`; those named
+start in that order, without --run all of `RUNS` for the cards there are. Each run is: preflight and start
+(`serve`), `smoke`, the tokens of every golden file, a load of 256 requests, 8 at once, and an end by SIGTERM.
+Several servers share a card, but never while one of them measures its memory. OUT gets the log of every step
+and `results.json`; the exit status is 1 if a run failed. Compiled kernels stay in WORK/cache, for the next
 time.
 """
 
@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -318,9 +318,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     if not (machine.work / "key").exists():
         machine.command("keygen", "keygen", "key")
-    runs: Sequence[Run] = [
-        run for run in RUNS if (run.name in arguments.run if arguments.run else run.tp <= machine.gpus)
-    ]
+    named = {run.name: run for run in RUNS}
+    runs = [named[name] for name in arguments.run or named if arguments.run or named[name].tp <= machine.gpus]
     layouts = [run.layout for run in runs]
     earlier = arguments.goldens and arguments.goldens.resolve()
     machine.goldens = prepare(machine.command, machine.work, layouts, earlier)
