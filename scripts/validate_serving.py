@@ -137,6 +137,10 @@ class Machine:
             "TVM_FFI_CACHE_DIR": os.fspath(cache / "tvm-ffi"),
             "TILELANG_CACHE_DIR": os.fspath(cache / "tilelang"),
             "TRITON_CACHE_DIR": os.fspath(cache / "triton"),
+            # Servers share a card, so it is never as empty as SGLang expects of several cards; and nothing is
+            # compiled between the two measurements of its memory, because another server would fill it then.
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+            "SGLANG_DSV4_MHC_PREWARM": "0",
         }
         if (self.work / "server" / "flashinfer").is_dir():
             mine["SGLANG_IS_FLASHINFER_AVAILABLE"] = "0"
@@ -213,7 +217,8 @@ def _server(machine: Machine, run: Run, number: int, cards: range, result: dict[
     """Start a server, yield its address when it is ready, and end it."""
     environment = machine.environment("server") | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
     environment |= dict(variable.split("=", 1) for variable in run.variables)
-    port, tag = 31000 + 20 * number, f"--nccl-port {41000 + 20 * number}"
+    # Below the ports that systems hand out by themselves, which begin at 32768.
+    port, tag = 31000 + 20 * number, f"--nccl-port {21000 + 20 * number}"
     log = machine.out / f"{run.name}-server.log"
     command = [*CLI, *_words(run, port, log), *tag.split()]
     with ExitStack() as held, (machine.out / f"{run.name}-serve.log").open("w") as errors:
@@ -256,7 +261,8 @@ def _smoke(machine: Machine, run: Run, url: str) -> int:
     wanted = CHECKPOINTS[run.layout]
     words = ["--suite", "vision" if wanted.pictures else "full", "--timeout", 600, *_JUDGED]
     if wanted.is_foreseeable:
-        words += ["--min-accept-length", 5.9, "--min-accept-rate", 0.98]
+        # 64 tokens take 11 steps of 6 at best: 5.82 a step, 53 of 55 guesses.
+        words += ["--min-accept-length", 5.8, "--min-accept-rate", 0.96]
     else:
         words += golden_words(run.layout, next(iter(wanted.goldens)), machine.goldens)
     return ask(machine, f"{run.name}-smoke", "client", "smoke", url, *words)[0]
