@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from dsv4convert.cli.smoke import COLUMN
 from dsv4convert.golden import encode_golden
 from dsv4convert.smoke import pictures
 from dsv4convert.smoke.checks import Scene, Terms
@@ -75,6 +76,7 @@ def test_right_server_passes(ask: Callable[..., Smoke]) -> None:
     facts = {o.name: o.facts for o in found.outcomes}
     assert facts["vision.colour"]["plain red"] == "Red."
     assert facts["vision.swap"]["nats_between_repetitions"] == 0.0 and facts["vision.limit"] == {"limit": 96}
+    assert max(map(len, states)) < COLUMN
     require("smoke", found.as_dict())
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsv4convert.smoke.checks import Outcome, Suite
     from dsv4convert.smoke.suite import Smoke
 
+#: Width of the names of checks; all are shorter.
+COLUMN = 26
 _MARKS = {"passed": "ok  ", "failed": "FAIL", "skipped": "skip", "not run": "-   "}
 
 
@@ -187,7 +189,7 @@ def _shown(images: tuple[Path, ...], golden: dict[str, Any] | None) -> tuple[Pic
 
 
 def _line(outcome: Outcome) -> str:
-    return f"  {_MARKS[outcome.state]}  {outcome.name:<22}{outcome.seconds:>7.1f} s"
+    return f"  {_MARKS[outcome.state]}  {outcome.name:<{COLUMN}}{outcome.seconds:>7.1f} s"
 
 
 def _lines(found: Smoke, strict: bool) -> Iterator[str]:
@@ -196,7 +198,7 @@ def _lines(found: Smoke, strict: bool) -> Iterator[str]:
     shown = f", SGLang {printable(version, 40)}" if version else ""
     yield f"{server.url}: {printable(server.model)}{shown}, suite {found.suite}"
     for outcome in found.outcomes:
-        yield f"  {_MARKS[outcome.state]}  {outcome.name:<22}{outcome.reason or outcome.asserts}"
+        yield f"  {_MARKS[outcome.state]}  {outcome.name:<{COLUMN}}{outcome.reason or outcome.asserts}"
     for line in found.not_checked:
         yield f"  NOT checked  {line}"
     counts = found.counts()

@@ -195,7 +195,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, patches: Tensor, grid: Grid) -> Tensor:
         """Map patches [N, 3, p, p] of a grid to [N, dim]."""
-        angles = patch_angles(grid, self._width, self._theta).to(patches.device)
+        angles = patch_angles(grid, self._width, self._theta, patches.device)
         x = self.patch_embed(patches)
         for block in self.blocks:
             x = block(x, angles)
@@ -271,18 +271,20 @@ class Tower(nn.Module):
         yield "aligner", self.aligner
 
 
-def patch_angles(grid: Grid, width: int, theta: float) -> Tensor:
+def patch_angles(grid: Grid, width: int, theta: float, device: torch.device | str | None = None) -> Tensor:
     """Return the rotary angles of all patches, [N, width / 2] float32: half by row, half by column.
 
     Args:
         grid: Of the picture.
         width: Of a head.
         theta: Base.
+        device: Where they are wanted.
     """
     count = width // 4
-    freqs = theta ** (-torch.arange(count, dtype=torch.float32) * 2 / (width // 2))
-    rows = torch.arange(grid.patch_rows, dtype=torch.float32)[:, None] * freqs
-    cols = torch.arange(grid.patch_cols, dtype=torch.float32)[:, None] * freqs
+    # A power may round otherwise on a card; the products are the same everywhere.
+    freqs = (theta ** (-torch.arange(count, dtype=torch.float32) * 2 / (width // 2))).to(device)
+    rows = torch.arange(grid.patch_rows, dtype=torch.float32, device=device)[:, None] * freqs
+    cols = torch.arange(grid.patch_cols, dtype=torch.float32, device=device)[:, None] * freqs
     both = (
         rows[:, None].expand(-1, grid.patch_cols, -1),
         cols[None].expand(grid.patch_rows, -1, -1),
