@@ -97,7 +97,7 @@ RUNS = (
         for switch, variables in _SWITCHES
     ),
     *(Run("vision", draft, chunk=chunk) for draft in (False, True) for chunk in (-1, 1024, 8192)),
-    Run("vision", switch="no-radix", extra=("--disable-radix-cache",)),
+    Run("vision", chunk=1024, switch="no-radix", extra=("--disable-radix-cache",)),
 )
 
 
