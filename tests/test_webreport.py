@@ -304,6 +304,7 @@ def test_saved_check_is_shown(
     saved = ("--reference-report", tmp_path / "a.json", "--reference-report", tmp_path / "b.json")
     ran = cli("report", copy, "-o", target, *saved)
     assert (ran.exit_code, ran.err) == (0, "")
+    assert ran.out.endswith("; contents verified\n")
     text = Parsed(target.read_text()).text
     assert text.count("contents verified") == 3  # the head and both checks
     assert "contents: all tensors recomputed from the reference" in text

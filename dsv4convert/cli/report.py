@@ -63,6 +63,6 @@ def report(
         shell.data(json.dumps(result | {"findings": findings}, indent=1))
     else:
         shell.findings(page.report.findings)
-        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.report.verdict()}")
+        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.verdict}")
     if errors:
         raise SystemExit(Exit.FINDINGS)

@@ -25,10 +25,11 @@ _NOTHING_THERE = ("dst.unfinished", "dst.not-converted", "manifest.not-json", "d
 
 
 class Page(NamedTuple):
-    """The page, and the structural check that was run for it."""
+    """The page, the structural check that was run for it, and the verdict in its head."""
 
     html: str
     report: Report
+    verdict: str
 
 
 def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: Path | None = None) -> Page:
@@ -47,7 +48,7 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: 
     from dsv4convert.webreport.answers import read_answers
     from dsv4convert.webreport.cited import Manifest
     from dsv4convert.webreport.facts import read_facts
-    from dsv4convert.webreport.page import render_page
+    from dsv4convert.webreport.page import overall, render_page
     from dsv4convert.webreport.saved import read_saved
 
     checkpoint = open_checkpoint(path)
@@ -62,7 +63,8 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: 
     facts = read_facts(Manifest(tree))
     checks = [report, *(read_saved(file, report) for file in saved)]
     answers = read_answers(golden, survey(checkpoint)) if golden else None
-    return Page(render_page(checkpoint.root.name, facts, checks, answers), report)
+    html = render_page(checkpoint.root.name, facts, checks, answers)
+    return Page(html, report, overall(checks).verdict())
 
 
 def _require_libraries() -> None:

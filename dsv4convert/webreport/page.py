@@ -55,7 +55,7 @@ def render_page(name: str, facts: Facts, reports: Sequence[Report], answers: Ans
         cards=CARDS,
         checks=checks,
         answers=answers,
-        overall=_overall(checks),
+        overall=_check(overall(reports)),
         manifest_sha256=reports[0].facts["manifest_sha256"],
     )
     return html.encode("utf-8", "backslashreplace").decode()
@@ -95,6 +95,6 @@ def _check(report: Report) -> Check:
     return Check(report, report.verdict(), state)
 
 
-def _overall(checks: Sequence[Check]) -> Check:
+def overall(reports: Sequence[Report]) -> Report:
     """Return the check that the head of the page quotes: a failed one, else the one that compared most."""
-    return max(checks, key=lambda c: (c.state == "failed", c.report.contents or 0))
+    return max(reports, key=lambda report: (bool(errors_of(report.findings)), report.contents or 0))
