@@ -139,21 +139,22 @@ def _launch_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _require_own(extra: tuple[str, ...]) -> None:
-    from dsv4convert.runtime.launch import contradictions
+    from dsv4convert.runtime.launch import contradictions, faulty_values
 
     if extra and not extra[0].startswith("-"):
         raise click.UsageError(f"unexpected argument {extra[0]!r}; SGLang's own arguments come after `--`")
-    faults = [f"{name}: {reason}" for name, reason in contradictions(extra)]
-    if faults:
-        raise click.UsageError("these arguments of SGLang are not free here:\n  " + "\n  ".join(faults))
+    found = (*contradictions(extra), *faulty_values(extra))
+    if found:
+        faults = "\n  ".join(f"{name}: {reason}" for name, reason in found)
+        raise click.UsageError(f"these arguments of SGLang cannot be passed on:\n  {faults}")
 
 
 def _require_no_steps(extra: tuple[str, ...]) -> None:
-    from dsv4convert.runtime.launch import value_of
+    from dsv4convert.runtime.launch import CHUNK, number_of
 
-    steps = value_of(extra, "--chunked-prefill-size")
-    if steps is not None and not steps.startswith("-"):
-        raise click.UsageError(f"--whole-prompts contradicts --chunked-prefill-size {steps}: leave one out")
+    steps = number_of(extra, CHUNK)
+    if steps not in (None, -1):
+        raise click.UsageError(f"--whole-prompts contradicts {CHUNK} {steps}: leave one out")
 
 
 @click.command(epilog=_PREFLIGHT_EXITS)
@@ -314,7 +315,7 @@ def _run(
 ) -> tuple[Outcome, list[str]]:
     from dsv4convert.runtime.guards import Guards
     from dsv4convert.runtime.keys import read_key
-    from dsv4convert.runtime.launch import value_of
+    from dsv4convert.runtime.launch import NAME, value_of
     from dsv4convert.runtime.logs import ServerLog
     from dsv4convert.runtime.supervise import Server
 
@@ -326,7 +327,7 @@ def _run(
         problem = f"the log cannot be written: {error.strerror}"
         raise EnvironmentFault(finding("io.write", os.fspath(log_file), problem)) from None
     guards = Guards(launch.tp, launch.dspark, launch.backend, found.pictures)
-    model = value_of(launch.extra, "--served-model-name") or found.name
+    model = value_of(launch.extra, NAME) or found.name
 
     def ready(seconds: float) -> None:
         page = {

@@ -10,12 +10,13 @@ import ipaddress
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import dsv4convert
+from dsv4convert.files import printable
 from dsv4convert.memory import REQUESTS, Demand
 from dsv4convert.runtime import contract
 from dsv4convert.runtime.settings import MOE_BACKENDS
@@ -149,13 +150,21 @@ _OWNED: Final[Mapping[str, str]] = {
     ),
     "--tokenizer-worker-num": "SGLang checks the API key with one tokenizer process only",
 }
+#: Tokens of a prefill step, port of NCCL and name of the model: arguments of SGLang that `serve` reads, too.
+CHUNK, NCCL_PORT, NAME = "--chunked-prefill-size", "--nccl-port", "--served-model-name"
+#: Each of them -> what its value has to be, in words and as a test that may raise ValueError. SGLang 0.5.16
+#: ends at a chunk that is no multiple of a page. -1 is its word for no chunks; 0 and less than -1 mean that
+#: to its scheduler only, as other parts compare with -1.
+_READ: Final[Mapping[str, tuple[str, Callable[[str], bool]]]] = {
+    CHUNK: (
+        f"a multiple of {PAGE}, or -1 for prompts in one step",
+        lambda value: int(value) == -1 or (int(value) > 0 and int(value) % PAGE == 0),
+    ),
+    NCCL_PORT: ("a port, 1 to 65535", lambda value: 1 <= int(value) <= 65535),
+    NAME: ("a name", bool),
+}
 #: Arguments that `serve` sets unless SGLang's arguments do.
-_DEFAULTS: Final = (
-    "--served-model-name",
-    "--reasoning-parser",
-    "--tool-call-parser",
-    "--chunked-prefill-size",
-)
+_DEFAULTS: Final = (NAME, "--reasoning-parser", "--tool-call-parser", CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +230,25 @@ def contradictions(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
         if owner is not None:
             yield owner, _OWNED[owner]
     if value_of(extra, "--log-level") not in (None, "debug", "info"):
-        yield "--log-level", "the lines of the shim that `serve` waits for are of level info"
+        yield (
+            "--log-level",
+            "use debug or info; the lines of the shim that `serve` waits for are of level info",
+        )
+
+
+def faulty_values(extra: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments that `serve` reads itself and whose values SGLang cannot use, each with why."""
+    for name, (expected, fits) in _READ.items():
+        # argparse stops at the first that is none, also where a later one would count.
+        for value in _values(extra, name):
+            # The next argument is no value, and may hold a secret.
+            given = "" if value.startswith("--") else value
+            try:
+                taken = given != "" and fits(given)
+            except ValueError:
+                taken = False
+            if not taken:
+                yield name, f"expected {expected}, found {printable(given, 40) or 'nothing'}"
 
 
 def _abbreviates(name: str, owner: str) -> bool:
@@ -230,12 +257,26 @@ def _abbreviates(name: str, owner: str) -> bool:
 
 def value_of(extra: Sequence[str], name: str) -> str | None:
     """Return the last value that `extra` gives an argument, abbreviated or not; None if it does not."""
-    found = None
+    values = list(_values(extra, name))
+    return values[-1] if values else None
+
+
+def number_of(extra: Sequence[str], name: str) -> int | None:
+    """Return the last value of an argument that SGLang reads as an integer; None if `extra` does not give it.
+
+    Raises:
+        ValueError: it is none; `faulty_values` says so before.
+    """
+    value = value_of(extra, name)
+    return None if value is None else int(value)
+
+
+def _values(extra: Sequence[str], name: str) -> Iterator[str]:
+    """Yield every value that `extra` gives an argument; a missing one is empty."""
     for position, argument in enumerate(extra):
         key, equals, value = argument.partition("=")
         if _abbreviates(key, name):
-            found = value if equals else next(iter(extra[position + 1 :]), "")
-    return found
+            yield value if equals else next(iter(extra[position + 1 :]), "")
 
 
 def chunk_size(context: int, left: int) -> int:
@@ -316,8 +357,9 @@ def variables(launch: Launch, base: Mapping[str, str], *, pictures: bool = False
 def _without_chunks(launch: Launch) -> dict[str, str]:
     """Return what a server without chunked prefill needs besides."""
     # SGLang compiles its hyper-connections ahead for every chunk size up to this one, and -1 is none.
-    chunk = value_of(launch.extra, "--chunked-prefill-size") or ("-1" if launch.whole_prompts else "")
-    return {"SGLANG_DSV4_MHC_PREWARM": "0"} if chunk.startswith("-") else {}
+    chunk = number_of(launch.extra, CHUNK)
+    whole = launch.whole_prompts if chunk is None else chunk == -1
+    return {"SGLANG_DSV4_MHC_PREWARM": "0"} if whole else {}
 
 
 def _programs(inherited: str) -> dict[str, str]:

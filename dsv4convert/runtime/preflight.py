@@ -21,7 +21,15 @@ from dsv4convert.runtime import contract, machine, settings
 from dsv4convert.runtime.installation import findings as sglang_findings
 from dsv4convert.runtime.installation import installation
 from dsv4convert.runtime.keys import look_at_key
-from dsv4convert.runtime.launch import LIMIT_IMAGES, OURS, Launch, chunk_size, value_of, variables
+from dsv4convert.runtime.launch import (
+    LIMIT_IMAGES,
+    NCCL_PORT,
+    OURS,
+    Launch,
+    chunk_size,
+    number_of,
+    variables,
+)
 from dsv4convert.runtime.sight import look
 from dsv4convert.runtime.vision.options import conflicts, longest_whole_prompt
 from dsv4convert.survey import Survey, survey
@@ -351,9 +359,9 @@ def _check_cards(
 
 def _ports(launch: Launch) -> Iterator[tuple[str, int]]:
     yield "--port", launch.port
-    other = value_of(launch.extra, "--nccl-port") or ""
-    if other.isdecimal():
-        yield "--nccl-port", int(other)
+    other = number_of(launch.extra, NCCL_PORT)
+    if other is not None:
+        yield NCCL_PORT, other
 
 
 def _budget(launch: Launch, seen: Survey | None, size: int) -> GpuMemory | None:

@@ -21,6 +21,8 @@ from dsv4convert.runtime.launch import (
     chunk_size,
     command,
     contradictions,
+    faulty_values,
+    number_of,
     value_of,
     variables,
 )
@@ -223,6 +225,8 @@ def test_key_file_is_named_and_no_key_is_needed_without_one() -> None:
         (["--help"], "--help"),
         (["--log-level", "warning"], "--log-level"),
         (["--log-level=error"], "--log-level"),
+        (["--log-level", "abc"], "--log-level"),
+        (["--log-level"], "--log-level"),
     ],
 )
 def test_arguments_that_serve_sets_are_refused_without_their_value(
@@ -254,6 +258,53 @@ def test_neighbours_of_refused_arguments_pass(extra: list[str]) -> None:
 def test_all_contradictions_are_told_together(cli: Callable[..., Ran]) -> None:
     ran = cli("serve", "anywhere", "--", "--dtype", "half", "--page-size", "64")
     assert ran.exit_code == 2 and "--dtype: " in ran.err and "--page-size: " in ran.err
+
+
+SIZE = "--chunked-prefill-size: expected a multiple of 256, or -1 for prompts in one step, found"
+PORT = "--nccl-port: expected a port, 1 to 65535, found"
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence", "neighbour"),
+    [
+        (["--chunked-prefill-size", "abc"], f"{SIZE} abc", ["--chunked-prefill-size", "256"]),
+        (["--chunked-prefill-size", "1.5"], f"{SIZE} 1.5", ["--chunked-prefill-size", "+512"]),
+        (["--chunked-prefill-size=0"], f"{SIZE} 0", ["--chunked-prefill-size=256"]),
+        (["--chunked-prefill-size", "-2"], f"{SIZE} -2", ["--chunked-prefill-size", "-1"]),
+        (["--chunked-prefill-size", "1000"], f"{SIZE} 1000", ["--chunked-prefill-size", "1024"]),
+        (["--chunked-prefill-size"], f"{SIZE} nothing", ["--chunked-prefill-size=-1"]),
+        (["--chunked-prefill-size="], f"{SIZE} nothing", ["--chunked-prefill-size=1_024"]),
+        (["--chunked=abc", "--chunked=512"], f"{SIZE} abc", ["--chunked=256", "--chunked=512"]),
+        (["--nccl-port", "abc"], f"{PORT} abc", ["--nccl-port", "1"]),
+        (["--nccl-port", "0"], f"{PORT} 0", ["--nccl-port", "29500"]),
+        (["--nccl-port=65536"], f"{PORT} 65536", ["--nccl-port=65535"]),
+        (["--served-model-name"], "expected a name, found nothing", ["--served-model-name", "n"]),
+        (["--served-model-name="], "expected a name, found nothing", ["--served-model-name=n"]),
+    ],
+)
+def test_values_that_serve_reads_are_refused_with_what_they_have_to_be(
+    cli: Callable[..., Ran], toys: Toybox, extra: list[str], sentence: str, neighbour: list[str]
+) -> None:
+    asked = ("serve", toys.original("int8"), "--tp", 1, "--dry-run", "--")
+    ran = cli(*asked, *extra)
+    assert ran.exit_code == 2 and sentence in ran.err
+    assert list(contradictions(extra)) == []
+    assert cli(*asked, *neighbour).exit_code == 0
+
+
+def test_what_follows_in_the_place_of_a_value_is_not_shown(cli: Callable[..., Ran]) -> None:
+    ran = cli("serve", "anywhere", "--", "--chunked-prefill-size", "--x=sekret", "--dtype", "half")
+    assert ran.exit_code == 2 and f"{SIZE} nothing" in ran.err and "sekret" not in ran.err + ran.out
+    assert "--dtype: " in ran.err
+
+
+@pytest.mark.parametrize("name", ["--chunked-prefill-size", "--nccl-port"])
+def test_a_number_is_read_as_argparse_reads_it(name: str) -> None:
+    for words, number in (([], None), ([name, "512"], 512), ([f"{name[:-1]}=1", name, " +256 "], 256)):
+        assert number_of(words, name) == number
+    with pytest.raises(ValueError, match="abc"):
+        number_of([name, "abc"], name)
+    assert [found for found, _ in faulty_values([name, "abc"])] == [name]
 
 
 def test_a_word_in_front_of_the_arguments_is_a_usage_error(cli: Callable[..., Ran]) -> None:

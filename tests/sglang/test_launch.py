@@ -66,6 +66,22 @@ def test_no_other_spelling_of_a_refused_argument_is_free(parser: argparse.Argume
     assert len(free) > 300 and not list(launch.contradictions(free))
 
 
+def test_values_that_serve_reads_are_read_as_sglang_reads_them(parser: argparse.ArgumentParser) -> None:
+    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    for name in launch._READ:
+        # A longer name of SGLang is another argument; a shorter one would be taken for this.
+        assert [other for other in names if name.startswith(other)] == [name]
+    words = [launch.CHUNK, "-1", launch.NCCL_PORT, " +1_024 ", launch.NAME, "-"]
+    read = parser.parse_args(["--model-path", "/m", *words])
+    assert (read.chunked_prefill_size, read.nccl_port, read.served_model_name) == (-1, 1024, "-")
+    assert launch.number_of(words, launch.NCCL_PORT) == 1024 and list(launch.faulty_values(words)) == []
+    for name in (launch.CHUNK, launch.NCCL_PORT, launch.NAME):
+        for wrong in ([name], [name, "--trust-remote-code"]):
+            with pytest.raises(SystemExit):
+                parser.parse_args(["--model-path", "/m", *wrong])
+            assert [found for found, _ in launch.faulty_values(wrong)] == [name]
+
+
 def test_installed_files_are_the_pinned_ones() -> None:
     assert list(gate.changed_files(Path(sglang.__path__[0]))) == []
 

@@ -8,12 +8,11 @@ from typing import Final
 
 from dsv4convert.errors import Finding, finding
 from dsv4convert.memory import GpuMemory
-from dsv4convert.runtime.launch import PAGE, SCORES_SHARE, value_of
+from dsv4convert.runtime.launch import CHUNK, PAGE, SCORES_SHARE, number_of, value_of
 
 #: Smallest ``--chunked-prefill-size``: a step has room for two pictures of at most 381 tokens, so that one
 #: that does not end inside a picture always goes on.
 SMALLEST_CHUNK: Final = 1024
-_CHUNK: Final = "--chunked-prefill-size"
 
 _UNTESTED: Final = "its combination with pictures is not supported"
 _OTHER_WAY: Final = (
@@ -63,13 +62,13 @@ def conflicts(extra: Sequence[str], chunk: int | None) -> Iterator[Finding]:
     for name, reason in _REFUSED.items():
         if value_of(extra, name) is not None:
             yield finding("serve.pictures", name, reason, expected="not set")
-    given = value_of(extra, _CHUNK)
-    size = int(given) if given is not None and given.lstrip("-").isdecimal() else chunk
+    given = number_of(extra, CHUNK)
+    size = chunk if given is None else given
     if size is not None and 0 <= size < SMALLEST_CHUNK:
         problem = "a prefill step is too short for pictures, which are computed whole"
         hint = "lower `--context`, whose index scores decide how long a step may be" if given is None else ""
         expected = f"at least {SMALLEST_CHUNK:,} tokens"
-        yield finding("serve.pictures", _CHUNK, problem, expected=expected, found=f"{size:,}", hint=hint)
+        yield finding("serve.pictures", CHUNK, problem, expected=expected, found=f"{size:,}", hint=hint)
 
 
 def longest_whole_prompt(budget: GpuMemory) -> int:
