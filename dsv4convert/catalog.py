@@ -129,6 +129,7 @@ CATALOG: Mapping[str, Kind] = {
     "serve.backend": Kind("error", "The backend for the routed experts cannot read their layout.", "use `--moe-backend ours`, or convert with `--experts mxfp4`"),
     "serve.environment": Kind("error", "An environment variable contradicts what the server needs.", "unset it and run the command again"),
     "serve.poison": Kind("warning", "The server would run with a switch that is for tests only.", "unset `DSV4_SM80_POISON`, unless you test that padding does not reach the answers"),
+    "serve.tiles": Kind("error", "The file of tiles that `DSV4_SM80_TILES` names is none, or holds a number that no kernel takes.", "write it anew with `python -m kernels_ref.sm80.tune FILE` on a card like those that serve, or unset the variable"),
     "serve.exposed": Kind("error", "The server would be reachable from other machines without a key.", "make one with `dsv4convert keygen FILE` and pass `--api-key-file FILE`, or listen on 127.0.0.1"),
     "serve.pictures": Kind("error", "An option of the server cannot be combined with pictures.", "change the option that the message names; `docs/serving.md` has a section about Vision-Exp"),
     "serve.no-effect": Kind("warning", "An option or a variable changes nothing about this server.", "leave it out, or correct it"),

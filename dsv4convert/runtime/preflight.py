@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from dsv4convert.checkpoint import open_checkpoint
 from dsv4convert.errors import Dsv4Error, Finding, errors_of, finding
+from dsv4convert.files import printable
 from dsv4convert.formats.spec import PACKING
 from dsv4convert.handoff import split_findings
 from dsv4convert.memory import CARD_BYTES, GpuMemory, budgets, is_served, read_positions
@@ -233,6 +235,8 @@ def _check_options(launch: Launch, seen: Survey | None, environ: Mapping[str, st
     notes.findings += _switch_findings(environ)
     notes.findings += _idle_findings(launch, seen, environ)
     notes.checked.append("options: address, environment variables")
+    if environ.get(settings.TILES):
+        _check_tiles(environ[settings.TILES], notes)
 
 
 def _older_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -252,6 +256,20 @@ def _switch_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     if environ.get(settings.POISON, "").strip() == "1":
         problem = "fills padded heads and tokens with NaN before attention, on every rank"
         yield finding("serve.poison", settings.POISON, problem, expected="unset", found="1")
+
+
+def _check_tiles(path: str, notes: _Notes) -> None:
+    """Look at the file of tiles that the kernels would read at their first launch."""
+    from kernels_ref.sm80.table_file import EXPECTED, parse  # Loads neither torch nor Triton.
+
+    shown = printable(path)
+    try:
+        parse(Path(path))
+    except ValueError as error:
+        problem, found = f"names a file that the kernels cannot take: {shown}", printable(error)
+        notes.findings.append(finding("serve.tiles", settings.TILES, problem, expected=EXPECTED, found=found))
+    else:
+        notes.checked.append(f"kernels: every number of their tiles in {shown}, in place of the shipped ones")
 
 
 def _idle_findings(launch: Launch, seen: Survey | None, environ: Mapping[str, str]) -> Iterator[Finding]:

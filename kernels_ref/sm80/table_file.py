@@ -28,6 +28,9 @@ from kernels_ref.sm80.tiles import (
     Walk,
 )
 
+#: What a file has to be, for messages.
+EXPECTED = "a tile table as `python -m kernels_ref.sm80.tune FILE` writes it"
+
 _Rule = Callable[[str, Any], Any]
 _ARITHMETICS = ("auto", "w4a16", "w4a8")
 
@@ -58,15 +61,30 @@ def read(path: Path) -> Tables:
         ValueError: it is none: it cannot be read, or holds something that no kernel takes.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = _fields({"card": _text, "plans": _experts}, attention=_attention, indexer=_scores)(
-            "", content
-        )
-    except (OSError, ValueError) as error:
+        return parse(path)
+    except ValueError as error:
         raise ValueError(
-            f"{path}: expected a tile table as `python -m kernels_ref.sm80.tune FILE` writes it, "
-            f"found {error}; write it anew or unset {VARIABLE}"
+            f"{path}: expected {EXPECTED}, found {error}; write it anew or unset {VARIABLE}"
         ) from error
+
+
+def parse(path: Path) -> Tables:
+    """Read a file that `write` wrote; what is wrong with another one is told without its name.
+
+    Raises:
+        ValueError: what was found in its place: a reason why it cannot be read, or something that no kernel
+            takes, and where.
+    """
+    try:
+        # A pipe would be waited for, and is empty for the second process that reads it.
+        if path.exists() and not path.is_file():
+            raise ValueError("no regular file")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror or f"{error}") from error
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    found = _fields({"card": _text, "plans": _experts}, attention=_attention, indexer=_scores)("", content)
     return Tables(found["plans"], found.get("attention", ATTENTION), found.get("indexer", SCORES))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,3 +191,13 @@ def test_another_file_or_none_is_refused_by_name(file: Path, text: str) -> None:
     file.unlink()
     with pytest.raises(ValueError, match=r"tiles\.json: expected a tile table .* No such file"):
         choose_attention(1)
+
+
+def test_reading_a_file_loads_neither_torch_nor_triton(file: Path) -> None:
+    """`preflight` does it, which takes seconds and runs where neither may be there."""
+    code = (
+        "import sys; from pathlib import Path; from kernels_ref.sm80.table_file import parse; "
+        "parse(Path(sys.argv[1])); print([name for name in ('torch', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

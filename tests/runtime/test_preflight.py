@@ -23,6 +23,7 @@ from dsv4convert.runtime import contract, machine
 from dsv4convert.runtime.keys import make_key
 from dsv4convert.runtime.launch import Launch
 from dsv4convert.runtime.preflight import Preflight, check_launch, preflight
+from kernels_ref.sm80 import table_file, tiles
 from tests.conftest import Ran
 from tests.fakeserving import A100, FakeServing
 from tests.test_schemas import require, validator
@@ -311,8 +312,57 @@ def test_sharing_index_queries_needs_a_second_gpu(launch: Launch) -> None:
 def test_a_misspelt_variable_is_told(launch: Launch) -> None:
     fault = one(check_launch(launch, {"DSV4_SM80_POISION": "1"}), "serve.no-effect")
     assert fault.found == "DSV4_SM80_POISION" and "DSV4_SM80_POISON" in str(fault.expected)
-    known = {"DSV4_SM80_TILES": "tiles.json", "DSV4_SM80_ALLOW_HASH": ""}
+    known = {"DSV4_SM80_TILES": "", "DSV4_SM80_ALLOW_HASH": ""}
     assert codes(check_launch(launch, known)) == []
+
+
+def _nested(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda path: path.write_text(path.read_text().replace('"slices": 2', '"slices": 3', 1)),
+         "3 where attention[0].split.slices must be one of 1, 2, 4"),
+        (lambda path: path.write_text(path.read_text()[:-9]), "Expecting "),
+        (lambda path: path.write_bytes(b"\xff"), "'utf-8' codec can't decode byte 0xff"),
+        (_nested, "JSON that is nested too deeply"),
+        (lambda path: path.unlink(), "No such file or directory"),
+        (lambda path: (path.unlink(), path.mkdir()), "no regular file"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "no regular file"),
+        (lambda path: (path.unlink(), path.symlink_to(path)), "Too many levels of symbolic links"),
+    ],
+    ids=["number", "cut off", "bytes", "nested", "missing", "folder", "pipe", "loop"],
+)  # fmt: skip
+def test_tiles_are_judged_before_anything_starts(
+    launch: Launch, fake: FakeServing, tmp_path: Path, spoil: Callable[[Path], object], reason: str
+) -> None:
+    path = tmp_path / "tiles.json"
+    table_file.write(path, "some card", tiles.DEFAULT, tiles.ATTENTION, tiles.SCORES)
+    named = {"DSV4_SM80_TILES": os.fspath(path)}
+    for found in (preflight(launch, fake.environ() | named), check_launch(launch, named)):
+        assert codes(found) == []
+        assert [line for line in found.checked if str(path) in line]
+    spoil(path)
+    for found in (preflight(launch, fake.environ() | named), check_launch(launch, named)):
+        fault = one(found, "serve.tiles")
+        assert codes(found) == ["serve.tiles"] and fault.found.startswith(reason)
+        assert fault.where == "DSV4_SM80_TILES" and str(path) in fault.problem and not found.ok()
+        assert "`python -m kernels_ref.sm80.tune FILE`" in fault.expected
+        assert not [line for line in found.checked if str(path) in line]
+
+
+def test_serve_refuses_bad_tiles(
+    cli: Callable[..., Ran], toys: Toybox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiles.json"
+    monkeypatch.setenv("DSV4_SM80_TILES", os.fspath(path))
+    path.write_text("{}")
+    ran = cli("serve", toys.original("int8"), "--tp", 1, "--dry-run")
+    assert ran.exit_code == 3 and "[serve.tiles]" in ran.err and not ran.out
+    table_file.write(path, "some card", tiles.DEFAULT)
+    assert cli("serve", toys.original("int8"), "--tp", 1, "--dry-run").exit_code == 0
 
 
 def test_switch_that_is_off_is_told_not_overridden(launch: Launch) -> None:
