@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from dsv4convert.errors import Dsv4Error, Finding, finding
+from dsv4convert.errors import Dsv4Error, EnvironmentFault, Finding, Refused, finding
 
 #: What a fresh volume holds; a directory with nothing else counts as empty.
 VOLUME = "lost+found"
@@ -97,6 +97,32 @@ def read_start(fd: int, length: int, name: str, offset: int = 0) -> bytes:
     except OSError as error:
         raise Dsv4Error(_os_fault(error, name)) from None
     return b"".join(parts)
+
+
+def read_whole(path: str | os.PathLike[str], name: str, most: int, code: str) -> bytes:
+    """Read a file that a command cannot do without and that is held in memory.
+
+    Args:
+        path: Where the file lies; links are followed.
+        name: What messages call it.
+        most: Bytes that it may have.
+        code: Finding code for a larger one.
+
+    Raises:
+        Refused: `code`; it is larger.
+        EnvironmentFault: ``file.not-regular``, ``file.unreadable`` or ``io.read``.
+    """
+    try:
+        fd, status = open_regular(path, name)
+        try:
+            if status.st_size <= most:
+                return read_start(fd, status.st_size, name)
+        finally:
+            os.close(fd)
+    except Dsv4Error as fault:
+        raise EnvironmentFault(fault.findings) from None
+    limit, size = f"at most {most:,} bytes", f"{status.st_size:,} bytes"
+    raise Refused(finding(code, printable(name), "is too large", expected=limit, found=size))
 
 
 def check_disguise(head: bytes, name: str, *, markup: bool = True) -> None:

@@ -17,7 +17,8 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv4convert.files import printable
+from dsv4convert.errors import EnvironmentFault, Refused
+from dsv4convert.files import printable, read_whole
 from dsv4convert.header import MAX_HEADER_BYTES, Shard, read_header
 from tests.shardfile import BITS, header_of, row, write_raw, write_shard
 
@@ -233,6 +234,26 @@ def test_absent_and_forbidden_files_are_unreadable_not_corrupt(
     monkeypatch.setattr(os, "open", forbid)  # root ignores modes
     _, (found,) = read_header(tmp_path / NAME, NAME)
     assert (found.code, found.problem) == ("file.unreadable", "permission denied")
+
+
+def test_a_file_is_read_whole_up_to_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for data in (b"", b"1234"):
+        path.write_bytes(data)
+        assert read_whole(path, "f", 4, "probe.picture") == data
+    path.write_bytes(b"12345")
+    with pytest.raises(Refused) as refused:
+        read_whole(path, "f", 4, "probe.picture")
+    (found,) = refused.value.findings
+    assert (found.code, found.where, found.expected, found.found) == (
+        "probe.picture",
+        "f",
+        "at most 4 bytes",
+        "5 bytes",
+    )
+    for missing, code in ((tmp_path, "file.not-regular"), (tmp_path / "none", "file.unreadable")):
+        with pytest.raises(EnvironmentFault, match=code):
+            read_whole(missing, "f", 4, "probe.picture")
 
 
 def test_sound_shard_returns_absolute_ranges_in_data_order(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, finding
-from dsv4convert.files import open_regular, printable, read_start
+from dsv4convert.errors import EnvironmentFault, Refused, finding
+from dsv4convert.files import printable, read_whole
 from dsv4convert.vision.config import MOST_PICTURES, VisionConfig
 from dsv4convert.vision.layout import Block, Grid
 from dsv4convert.vision.tower import PictureError, Tower, open_picture, picture_patches
@@ -127,34 +127,15 @@ def read_pictures(paths: Sequence[str | os.PathLike[str]], vision: VisionConfig)
 
 
 def _picture(path: Path, vision: VisionConfig) -> Picture:
-    data, name = _read(path), _name(path)
+    # `.` has no name.
+    name = printable(path.name or os.fspath(path))
+    data = read_whole(path, name, _MAX_BYTES, "probe.picture")
     try:
         image = open_picture(data)
     except PictureError as error:
         raise Refused(finding("probe.picture", name, printable(error))) from None
     patches, grid = picture_patches(image, vision)
     return Picture(name, hashlib.sha256(data).hexdigest(), image.width, image.height, grid, patches)
-
-
-def _name(path: Path) -> str:
-    # `.` has no name.
-    return printable(path.name or os.fspath(path))
-
-
-def _read(path: Path) -> bytes:
-    name = _name(path)
-    try:
-        fd, status = open_regular(path, name)
-    except Dsv4Error as fault:
-        raise EnvironmentFault(fault.findings) from None
-    try:
-        if status.st_size > _MAX_BYTES:
-            limit, size = f"at most {_MAX_BYTES:,} bytes", f"{status.st_size:,} bytes"
-            problem = "is too large for a picture"
-            raise Refused(finding("probe.picture", name, problem, expected=limit, found=size))
-        return read_start(fd, status.st_size, name)
-    finally:
-        os.close(fd)
 
 
 class StreamedTower:

@@ -10,14 +10,13 @@ Source: ``tokenizer.json`` of the ``tokenizers`` library; DeepSeek-V4 ``encoding
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, encodable, finding
-from dsv4convert.files import open_regular, printable, read_start
+from dsv4convert.errors import EnvironmentFault, Refused, encodable, finding
+from dsv4convert.files import printable, read_whole
 from dsv4convert.vision.layout import PLACEHOLDER, Block, Expanded, Grid, expand
 
 TOKENIZER: Final = "tokenizer.json"
@@ -79,7 +78,7 @@ class Vocabulary:
 
     Raises:
         Refused: there is no usable `tokenizer.json`.
-        EnvironmentFault: `tokenizers` is not installed.
+        EnvironmentFault: the file cannot be read, or `tokenizers` is not installed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -133,26 +132,13 @@ def _load(root: Path) -> Any:
     path = root / TOKENIZER
     if not path.is_file():
         raise Refused(finding("probe.no-tokenizer", TOKENIZER, "not there: text cannot be encoded"))
+    data = read_whole(path, TOKENIZER, _MAX_TOKENIZER_BYTES, "probe.tokenizer")
     try:
-        return Tokenizer.from_str(_read(path).decode())
-    except Dsv4Error as fault:
-        raise Refused(fault.findings) from None
+        return Tokenizer.from_str(data.decode())
     # The library raises bare `Exception` for whatever its parser meets.
     except Exception as error:
         problem = f"is no tokenizer: {printable(error, 120)}"
         raise Refused(finding("probe.tokenizer", TOKENIZER, problem)) from None
-
-
-def _read(path: Path) -> bytes:
-    fd, status = open_regular(path, TOKENIZER)
-    try:
-        if status.st_size > _MAX_TOKENIZER_BYTES:
-            limit, size = f"at most {_MAX_TOKENIZER_BYTES:,} bytes", f"{status.st_size:,} bytes"
-            problem = "is larger than any tokenizer"
-            raise Refused(finding("probe.tokenizer", TOKENIZER, problem, expected=limit, found=size))
-        return read_start(fd, status.st_size, TOKENIZER)
-    finally:
-        os.close(fd)
 
 
 def check_prompt(prompt: Prompt, vocab: int, longest: int) -> None:

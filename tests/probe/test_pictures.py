@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -395,6 +397,46 @@ def test_a_folder_and_a_missing_file_are_no_pictures(vision: dict[str, Path], tm
     with open(tmp_path / "large.png", "wb") as file:
         file.truncate((256 << 20) + 1)
     assert refused(**question, images=[tmp_path / "large.png"]) == [("probe.picture", "large.png")]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "red.png"])
+@pytest.mark.parametrize(
+    ("call", "number", "code", "problem"),
+    [
+        ("open", errno.EACCES, "file.unreadable", "permission denied"),
+        ("pread", errno.EIO, "io.read", "reading failed: Input/output error"),
+    ],
+)
+def test_a_tokenizer_and_a_picture_that_cannot_be_read_get_the_same_sentence(
+    vision: dict[str, Path],
+    files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    call: str,
+    number: int,
+    code: str,
+    problem: str,
+) -> None:
+    config = VisionConfig.from_config(read_json(vision["int8"] / "config.json"))
+    assert config
+
+    def read() -> None:
+        Vocabulary(vision["int8"])
+        read_pictures([files["red"]], config)
+
+    works = getattr(os, call)
+
+    def fail(file: int | os.PathLike[str], *rest: int) -> Any:
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
+        if os.path.basename(path) == name:
+            raise OSError(number, os.strerror(number))
+        return works(file, *rest)
+
+    read()
+    monkeypatch.setattr(os, call, fail)  # root ignores modes
+    with pytest.raises(EnvironmentFault) as caught:
+        read()
+    assert [(f.code, f.where, f.problem) for f in caught.value.findings] == [(code, name, problem)]
 
 
 def test_without_pillow_the_extra_is_named(
