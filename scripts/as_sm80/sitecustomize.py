@@ -1,9 +1,9 @@
 """With this directory on PYTHONPATH a newer card runs the code that an A100 would: for validation only.
 
-Triton and TileLang generate for SM80, and the driver translates their PTX: Triton's kernels, ours and
-SGLang's, by `kernels_ref.sm80.gate`; TileLang's (hyper-connections) as PTX in a fatbin, without
-programmatic dependent launch, which SM80 lacks. What runs natively all the same: SGLang's own CUDA
-(`sgl_kernel`, its JIT kernels) and the libraries of torch.
+Triton, TileLang and nvcc generate for SM80, and the driver translates their PTX: Triton's kernels, ours and
+SGLang's, by `kernels_ref.sm80.gate`; TileLang's (hyper-connections), and the CUDA that SGLang compiles when
+it is first used, as PTX in a fatbin. None of it launches dependently, which SM80 lacks. What runs natively
+all the same: `sgl_kernel`, whose wheel holds machine code only, and the libraries of torch.
 
 It is also how TileLang 0.1.11 gets past SM90: there its pass for warp specialization fails on one of SGLang's
 kernels (`Cannot find role for stmt`), which upstream DeepGEMM replaces.
@@ -42,17 +42,23 @@ def _nvcc(module: ModuleType) -> None:
     module.compile_cuda = compile_cuda  # type: ignore[attr-defined]
 
 
-def _without_dependent_launch(module: ModuleType) -> None:
-    module.is_arch_support_pdl = lambda: False  # type: ignore[attr-defined]
+def _arch(module: ModuleType) -> None:
+    # What SGLang asks the card for once; dependent launch and branches in its CUDA follow from it.
+    module._init_jit_cuda_arch_once = lambda: None  # type: ignore[attr-defined]
+    module._CUDA_ARCH = module.ArchInfo(8, 0, "")  # type: ignore[attr-defined]
+
+
+def _target(module: ModuleType) -> None:
+    # TVM-FFI would ask nvcc for machine code, which a newer card does not run.
+    module._get_cuda_target = lambda: " ".join(_PTX)  # type: ignore[attr-defined]
 
 
 #: Module -> what is done when it has been imported.
 _AFTER: Mapping[str, Callable[[ModuleType], None]] = {
     "sglang.srt.model_executor.model_runner": _triton,
+    "sglang.jit_kernel.utils.arch": _arch,
     "tilelang.contrib.nvcc": _nvcc,
-    "sglang.kernels.ops.layernorm.mhc": _without_dependent_launch,
-    "sglang.kernels.ops.layernorm.elementwise": _without_dependent_launch,
-    "sglang.jit_kernel.moe_fused_gate": _without_dependent_launch,
+    "tvm_ffi.cpp.extension": _target,
 }
 
 
