@@ -12,11 +12,14 @@ import json
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if find_spec("triton") is None:
+    sys.exit("error: expected Triton, which comes with torch for CUDA; found none beside this python")
 
 from benchmarks.gpu import Context, Row, as_json, markdown, measure_ceilings
 from kernels_ref.sm80.gate import require_card, sm80_code

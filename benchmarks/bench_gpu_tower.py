@@ -39,6 +39,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            f"error: expected a CUDA device for the tower; found none with torch {torch.__version__}"
+        )
     vision = VisionConfig.from_config(releases.config("deepseek-v4-flash-vision-exp"))
     if vision is None:
         raise SystemExit("error: the release has no vision tower")

@@ -9,8 +9,8 @@ other work the time on the clock says little, and more threads than idle cores m
 
 from __future__ import annotations
 
+import argparse
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +28,7 @@ from dsv4convert.vision.config import VisionConfig
 
 RELEASE = "deepseek-v4-flash-vision-exp"
 #: A small picture, a square one, and the one that has the most patches.
-SIZES = ("640x480", "1024x1024", "1931x332")
+SIZES = ((640, 480), (1024, 1024), (1931, 332))
 
 
 def settings() -> dict[str, Any]:
@@ -36,7 +36,15 @@ def settings() -> dict[str, Any]:
     return synth.make_config(synth.Recipe(RELEASE, "slice", layers=3, experts=6, vocab=1024))
 
 
-def main(sizes: list[str]) -> None:
+def size_of(word: str) -> tuple[int, int]:
+    """Return width and height, both at least 1, of ``WIDTHxHEIGHT``."""
+    width, _, height = word.partition("x")
+    if min(int(width), int(height)) < 1:
+        raise ValueError(word)
+    return int(width), int(height)
+
+
+def main(sizes: list[tuple[int, int]]) -> None:
     """Make the checkpoint and pictures of noise, look at each, print a table."""
     config = settings()
     vision = VisionConfig.from_config(config)
@@ -46,21 +54,20 @@ def main(sizes: list[str]) -> None:
         root = Path(folder) / "sparse"
         root.mkdir()
         make_sparse(root, Layout.INT8, config, ())
-        paths = [Path(folder) / f"{size}.png" for size in sizes]
+        paths = [Path(folder) / f"{width}x{height}.png" for width, height in sizes]
         for path, size in zip(paths, sizes, strict=True):
-            width, height = map(int, size.split("x"))
-            Image.effect_noise((width, height), 90).save(path)
+            Image.effect_noise(size, 90).save(path)
         pictures = read_pictures(paths, vision)
         before = _peak()
         print(f"before the tower {before / 2**30:.2f} GiB resident at most")
         with CheckpointSource(survey(api.open(root))) as source:
             tower = StreamedTower(source, vision)
-            for size, picture in zip(sizes, pictures.shown, strict=True):
+            for path, picture in zip(paths, pictures.shown, strict=True):
                 cpu, wall = time.process_time(), time.perf_counter()
                 rows = tower.rows(picture, 3)
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
                 print(
-                    f"{size:>10}: {picture.grid.patches:,} patches, {len(rows)} positions: "
+                    f"{path.stem:>10}: {picture.grid.patches:,} patches, {len(rows)} positions: "
                     f"{cpu:.1f} s CPU, {wall:.1f} s, {_peak() / 2**30:.2f} GiB resident at most"
                 )
 
@@ -70,4 +77,8 @@ def _peak() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(SIZES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sizes", type=size_of, nargs="*", metavar="WIDTHxHEIGHT", default=list(SIZES))
+    main(parser.parse_args().sizes)

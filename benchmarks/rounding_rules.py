@@ -7,7 +7,7 @@ written here from their description. The table of ``docs/rounding.md`` is what t
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 
 import numpy as np
@@ -117,4 +117,8 @@ def main(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seed", type=int, nargs="?", default=0, help="of what is drawn; default 0")
+    main(parser.parse_args().seed)

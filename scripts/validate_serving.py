@@ -5,10 +5,11 @@
 WORK was filled by `scripts/stage_serving.py unpack`; where SGLang 0.5.16 and the clients are installed it
 may be empty or missing. A run is a layout and a way to serve it, as `int8-dspark-graph-whole`; those named
 start in that order, without --run all of `RUNS` for the cards there are. Each run is: preflight and start
-(`serve`), `smoke`, the tokens of every golden file, a load of 256 requests, 8 at once, and an end by SIGTERM.
-Several servers share a card, but never while one of them measures its memory. OUT gets the log of every step
-and `results.json`; the exit status is 1 if a run failed. Compiled kernels stay in WORK/cache, for the next
-time.
+(`serve`), the tokens of every golden file, and an end by SIGTERM. Runs with pictures, and those with CUDA
+graphs, whole prompts and no switch, also get a suite of `smoke` and loads of 256 requests, 8 at once and then
+64 a second. Several servers share a card, but never while one of them measures its memory. OUT gets the log
+of every step and `results.json`; the exit status is 1 if a run failed. Compiled kernels stay in WORK/cache,
+for the next time.
 """
 
 from __future__ import annotations
@@ -295,12 +296,21 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("work", type=Path, help="packages, checkpoints, golden files, caches")
+    parser.add_argument("out", type=Path, help="logs and results")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="cards to use; default 1")
-    parser.add_argument("--run", action="append", choices=[run.name for run in RUNS], metavar="NAME")
     parser.add_argument(
-        "--goldens", type=Path, help="golden files of an earlier time, for the same checkpoints"
+        "--run",
+        action="append",
+        choices=[run.name for run in RUNS],
+        metavar="NAME",
+        help="one run, or several with one --run each; a wrong name lists them all",
+    )
+    parser.add_argument(
+        "--goldens",
+        type=Path,
+        metavar="DIR",
+        help="golden files of an earlier time, for the same checkpoints",
     )
     parser.add_argument(
         "--native", action="store_true", help="Triton and TileLang for this card instead of SM80"
@@ -308,9 +318,12 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.gpus < 1:
         parser.error(f"argument --gpus: expected at least 1, found {arguments.gpus}")
-    large = [run.name for run in RUNS if run.name in (arguments.run or ()) and run.tp > arguments.gpus]
+    large = [run for run in RUNS if run.name in (arguments.run or ()) and run.tp > arguments.gpus]
     if large:
-        parser.error(f"argument --gpus: {large[0]} needs more than {arguments.gpus}")
+        name, cards = large[0].name, large[0].tp
+        parser.error(
+            f"argument --gpus: {name} needs {cards} cards, found {arguments.gpus}; pass --gpus {cards}"
+        )
     if arguments.goldens and not arguments.goldens.is_dir():
         parser.error(f"argument --goldens: {arguments.goldens} is no directory")
     return arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 import zipfile
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from dsv4convert.cli.serve import serve
 from tests.conftest import Ran
@@ -25,6 +27,30 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def argv(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *words: monkeypatch.setattr(sys, "argv", ["script", *map(str, words)])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((SCRIPTS.parent / "benchmarks").glob("*.py")) if "__main__" in path.read_text()],
+    ids=lambda path: path.stem,
+)
+def test_every_benchmark_says_how_it_is_called(
+    path: Path, argv: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS.parent))
+    argv("-h")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert (ended.value.code, path.name in capsys.readouterr().out) == (0, True)
+
+
+def test_a_benchmark_of_a_card_says_that_there_is_none(argv: Callable[..., None]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    for name in ("bench_gpu", "bench_gpu_tower"):
+        argv()
+        with pytest.raises(SystemExit, match=r"^error: expected a CUDA device .*found none with torch"):
+            runpy.run_path(str(SCRIPTS.parent / "benchmarks" / f"{name}.py"), run_name="__main__")
 
 
 # ---- stage_serving
@@ -120,7 +146,7 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
     ("words", "told"),
     [
         (("--gpus", 0), "expected at least 1, found 0"),
-        (("--run", "int8-base-graph-whole-tp2"), "int8-base-graph-whole-tp2 needs more than 1"),
+        (("--run", "int8-base-graph-whole-tp2"), "needs 2 cards, found 1; pass --gpus 2"),
         (("--goldens", "nowhere"), "nowhere is no directory"),
         (("--run", "unknown"), "invalid choice: 'unknown'"),
     ],

@@ -311,6 +311,25 @@ def test_saved_check_is_shown(
     assert "whether the conversion was right" in text
 
 
+def test_saved_check_that_failed_fails_the_command(
+    copy: Path, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    shard = sorted(copy.glob("*.safetensors"))[-1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    (tmp_path / "bad.json").write_text(cli("converted", copy, "--json", "--read-data").out)
+    shard.write_bytes(whole)
+    (tmp_path / "good.json").write_text(cli("converted", copy, "--json", "--read-data").out)
+    page = ("report", copy, "-o", tmp_path / "page.html", "--reference-report")
+    ran = cli(*page, tmp_path / "good.json", page[-1], tmp_path / "bad.json")
+    assert (ran.exit_code, ran.err.count("[content.hash]")) == (1, 1)
+    assert ran.out.endswith("; FAILED: 1 error, 0 warnings\n")
+    told = cli(*page, tmp_path / "bad.json", "--json")
+    assert (told.exit_code, told.json()["ok"]) == (1, False)
+    assert [row["code"] for row in told.json()["findings"]] == ["content.hash"]
+    assert cli(*page, tmp_path / "good.json").exit_code == 0
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\xff", b"[]", b"null", b"{}", b'{"subject": 1}', b"[" * 100_000],

@@ -42,8 +42,8 @@ def report(
 ) -> None:
     """Write one HTML page about the conversion in DST: what was made, lost and checked.
 
-    Needs `pip install 'dsv4convert[report]'`. The structure is checked on the way; errors are shown on the
-    page and fail the command.
+    Needs `pip install 'dsv4convert[report]'`. The structure is checked on the way; its errors, and those of
+    saved checks, are shown on the page and fail the command.
     """
     from dsv4convert.webreport import make_page
     from dsv4convert.writer import write_bytes
@@ -56,13 +56,14 @@ def report(
     page = make_page(dst, saved, golden)
     data = page.html.encode()
     write_bytes(target, target.parent, data)
-    errors = errors_of(page.report.findings)
+    found = tuple(dict.fromkeys((*page.report.findings, *page.overall.findings)))
+    errors = errors_of(found)
     if shell.json:
         result = {"ok": not errors, "file": encodable(os.fspath(target)), "bytes": len(data)}
-        findings = [f.as_dict() for f in page.report.findings]
+        findings = [f.as_dict() for f in found]
         shell.data(json.dumps(result | {"findings": findings}, indent=1))
     else:
-        shell.findings(page.report.findings)
-        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.verdict}")
+        shell.findings(found)
+        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.overall.verdict()}")
     if errors:
         raise SystemExit(Exit.FINDINGS)

@@ -25,11 +25,11 @@ _NOTHING_THERE = ("dst.unfinished", "dst.not-converted", "manifest.not-json", "d
 
 
 class Page(NamedTuple):
-    """The page, the structural check that was run for it, and the verdict in its head."""
+    """The page, the structural check that was run for it, and the check that its head quotes."""
 
     html: str
     report: Report
-    verdict: str
+    overall: Report
 
 
 def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: Path | None = None) -> Page:
@@ -64,7 +64,7 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: 
     checks = [report, *(read_saved(file, report) for file in saved)]
     answers = read_answers(golden, survey(checkpoint)) if golden else None
     html = render_page(checkpoint.root.name, facts, checks, answers)
-    return Page(html, report, overall(checks).verdict())
+    return Page(html, report, overall(checks))
 
 
 def _require_libraries() -> None:

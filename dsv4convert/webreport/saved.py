@@ -29,9 +29,8 @@ def read_saved(file: Path, own: Report) -> Report:
     if wanted != found:
         problem = "is a check of a checkpoint with another manifest"
         expected = f"manifest_sha256 {str(wanted)[:12]}…"
-        raise Refused(
-            finding("report.other", file.name, problem, expected=expected, found=f"{str(found)[:12]}")
-        )
+        shown = f"{str(found)[:12]}…" if found else "none"
+        raise Refused(finding("report.other", file.name, problem, expected=expected, found=shown))
     return report
 
 

@@ -13,9 +13,13 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+if __name__ == "__main__" and find_spec("triton") is None:
+    sys.exit("error: expected Triton, which comes with torch for CUDA; found none beside this python")
 
 from kernels_ref.sm80 import table_file, tune_attention, tune_experts
 from kernels_ref.sm80.gate import require_card
