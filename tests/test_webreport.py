@@ -289,6 +289,8 @@ def test_hostile_saved_check_becomes_no_markup(copy: Path, cli: Callable[..., Ra
     page = Parsed(html)
     assert not any(tag in ("script", "img") for tag, _ in page.elements)
     assert "FAILED: 1 error" in page.text
+    ran = cli("report", copy, "-o", tmp_path / "page.html", "--reference-report", tmp_path / "check.json")
+    assert ran.exit_code == 1 and HOSTILE not in ran.err and not set(ran.err) & {"\u202e", "\x1b"}
 
 
 # ---- saved checks

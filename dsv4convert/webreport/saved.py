@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4convert.errors import Finding, Refused, finding
+from dsv4convert.files import printable
 from dsv4convert.validate.report import Report
 
 
@@ -51,7 +52,9 @@ def _report(saved: Any) -> Report:
 
 def _findings(rows: list[Mapping[str, Any]]) -> Iterator[Finding]:
     for row in rows:
-        found = Finding(**{field.name: _text(row[field.name]) for field in fields(Finding)})  # type: ignore[arg-type]
+        # They are printed, too, and a file may hold what drives a terminal.
+        texts = {field.name: printable(_text(row[field.name]), 10_000) for field in fields(Finding)}
+        found = Finding(**texts)  # type: ignore[arg-type]
         if found.severity not in ("error", "warning"):
             raise ValueError("no severity")
         yield found
