@@ -144,6 +144,8 @@ OPTIONS_OF_OTHERS = {
     "--crash-dump-folder",
     "--enable-return-indexer-topk",
     "--force-download",
+    "--goldens",
+    "--gpus",
     "--grpc-port",
     "--include",
     "--ipc",
