@@ -19,7 +19,7 @@ import pytest
 
 from dsv4convert.errors import Finding
 from dsv4convert.memory import Demand
-from dsv4convert.runtime import contract, machine
+from dsv4convert.runtime import contract, machine, settings
 from dsv4convert.runtime.keys import make_key
 from dsv4convert.runtime.launch import Launch
 from dsv4convert.runtime.preflight import Preflight, check_launch, preflight
@@ -338,6 +338,8 @@ def _nested(path: Path) -> None:
 def test_tiles_are_judged_before_anything_starts(
     launch: Launch, fake: FakeServing, tmp_path: Path, spoil: Callable[[Path], object], reason: str
 ) -> None:
+    # Both sides spell it: settings load no kernels, and kernels nothing of the runtime.
+    assert settings.TILES == tiles.VARIABLE
     path = tmp_path / "tiles.json"
     table_file.write(path, "some card", tiles.DEFAULT, tiles.ATTENTION, tiles.SCORES)
     named = {"DSV4_SM80_TILES": os.fspath(path)}
