@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -329,6 +329,14 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
+def _chosen(names: Sequence[str] | None, gpus: int) -> list[Run]:
+    """Return the runs of these names, each once and in order; without names, all that the cards can run."""
+    if not names:
+        return [run for run in RUNS if run.tp <= gpus]
+    named = {run.name: run for run in RUNS}
+    return [named[name] for name in dict.fromkeys(names)]
+
+
 def main() -> int:
     """Run the script."""
     arguments = _arguments()
@@ -337,8 +345,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
     if not (machine.work / "key").exists():
         machine.command("keygen", "keygen", "key")
-    named = {run.name: run for run in RUNS}
-    runs = [named[name] for name in arguments.run or named if arguments.run or named[name].tp <= machine.gpus]
+    runs = _chosen(arguments.run, machine.gpus)
     layouts = [run.layout for run in runs]
     earlier = arguments.goldens and arguments.goldens.resolve()
     machine.goldens = prepare(machine.command, machine.work, layouts, earlier)

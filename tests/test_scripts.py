@@ -13,7 +13,7 @@ import click
 import pytest
 import torch
 
-from dsv4convert.cli.serve import serve
+from dsv4convert.cli import main
 from tests.conftest import Ran
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -22,6 +22,12 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def parse(name: str, *words: str) -> click.Context:
+    """Parse the words of a command as below the group: click keeps the first help option that it makes."""
+    group = click.Context(main, info_name="dsv4convert", **main.context_settings)
+    return main.commands[name].make_context(name, [*words], parent=group)
 
 
 @pytest.fixture
@@ -135,11 +141,11 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
     for run in validate_serving.RUNS:
         (tmp_path / run.layout).mkdir(exist_ok=True)
         words = validate_serving._words(run, 31000, tmp_path / "log")
-        context = serve.make_context("serve", words[1:])
+        context = parse(*words)
         assert (context.params["tp"], context.params["dspark"]) == (run.tp, run.draft)
         assert ("--disable-cuda-graph" in context.params["extra"]) is not run.graph
     with pytest.raises(click.UsageError):
-        serve.make_context("serve", [*words[1 : words.index("--")], "--unknown"])
+        parse(*words[: words.index("--")], "--unknown")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +171,17 @@ def test_what_a_machine_cannot_run_is_told_before_anything_is_made(
         validate_serving.main()
     assert told in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+def test_named_runs_start_once_each_in_their_order() -> None:
+    import validate_serving
+
+    last, first = validate_serving.RUNS[-1].name, validate_serving.RUNS[0].name
+    chosen = validate_serving._chosen([last, first, last], 1)
+    assert [run.name for run in chosen] == [last, first]
+    assert validate_serving._chosen(None, 2) == list(validate_serving.RUNS)
+    one_card = validate_serving._chosen(None, 1)
+    assert one_card == [run for run in validate_serving.RUNS if "-tp2" not in run.name]
 
 
 def test_a_working_directory_is_made(
@@ -205,8 +222,6 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
 ) -> None:
     import serving_checkpoints
 
-    from dsv4convert.cli import main
-
     said: dict[str, list[str]] = {}
 
     def command(log: str, *words: object) -> int:
@@ -215,7 +230,7 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
             (tmp_path / rest[name == "convert"]).mkdir()
         # The commands run in the directory of the checkpoints.
         monkeypatch.chdir(tmp_path)
-        assert main.commands[name].make_context(name, [*rest]) is not None
+        assert parse(name, *rest) is not None
         said[log] = rest
         return 0
 
