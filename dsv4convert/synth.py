@@ -87,6 +87,7 @@ class Recipe:
         layers: Trunk layers; 0 for the default of the scale.
         experts: Routed experts; 0 for the default of the scale.
         vocab: Vocabulary; 0 for the default of the scale.
+        intermediate: Intermediate size of an expert; 0 for the default of the scale.
         ragged: Tiny only: sides that are no multiple of any block.
         seed: Values depend on the seed and the tensor name alone.
     """
@@ -96,6 +97,7 @@ class Recipe:
     layers: int = 0
     experts: int = 0
     vocab: int = 0
+    intermediate: int = 0
     ragged: bool = False
     seed: int = 0
 
@@ -176,6 +178,8 @@ def make_config(recipe: Recipe) -> dict[str, Any]:
         if "dspark_n_routed_experts" in text:
             text["dspark_n_routed_experts"] = text["n_routed_experts"]
         text["num_experts_per_tok"] = min(text["num_experts_per_tok"], text["n_routed_experts"])
+    if recipe.intermediate:
+        text["moe_intermediate_size"] = recipe.intermediate
     if recipe.vocab:
         text["vocab_size"] = recipe.vocab
         if "dspark_noise_token_id" in text:

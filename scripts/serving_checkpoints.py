@@ -52,10 +52,14 @@ def ids(length: int, first: int = 262) -> str:
 #: No marker, no byte. Within a window; over 6 groups of 128; more keys than the indexer picks.
 _TEXTS = {str(length): ("--ids", ids(length)) for length in (40, 760, 3000)}
 _CHAT = {"chat": ("--prompt", "Name three rivers.", "--chat")}
+#: As `served` is, but whole groups of 128 for each of eight ranks.
+_WIDE = ("--intermediate", "1024")
 _VISION = ("--release", "deepseek-v4-flash-vision-exp")
 CHECKPOINTS: Mapping[str, Checkpoint] = {
     "int8": Checkpoint("official", (), "int8", False, _CHAT | _TEXTS, {}),
     "mxfp4": Checkpoint("official", (), "mxfp4", False, _CHAT | _TEXTS, {}),
+    "int8wide": Checkpoint("official-wide", _WIDE, "int8", False, _CHAT | _TEXTS, {}),
+    "mxfp4wide": Checkpoint("official-wide", _WIDE, "mxfp4", False, _CHAT | _TEXTS, {}),
     "foreseen": Checkpoint("foreseeable", ("--seed", "1"), "int8", True, {}, {}),
     "vision": Checkpoint(
         "official-vision",

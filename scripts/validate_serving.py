@@ -1,15 +1,16 @@
 """Serve small checkpoints with the real SGLang on this machine's cards, and judge every server from outside.
 
-    python3 scripts/validate_serving.py WORK OUT [--gpus N] [--run NAME ...] [--goldens DIR]
+    python3 scripts/validate_serving.py WORK OUT [--gpus N | --one-card] [--run NAME ...] [--goldens DIR]
 
 WORK was filled by `scripts/stage_serving.py unpack`; where SGLang 0.5.16 and the clients are installed it
 may be empty or missing. A run is a layout and a way to serve it, as `int8-dspark-graph-whole`; those named
 start in that order, without --run all of `RUNS` for the cards there are. Each run is: preflight and start
 (`serve`), the tokens of every golden file, and an end by SIGTERM. Runs with pictures, and those with CUDA
 graphs, whole prompts and no switch, also get a suite of `smoke` and loads of 256 requests, 8 at once and then
-64 a second. Several servers share a card, but never while one of them measures its memory. OUT gets the log
-of every step and `results.json`; the exit status is 1 if a run failed. Compiled kernels stay in WORK/cache,
-for the next time.
+64 a second. Several servers share a card, but never while one of them measures its memory. With --one-card
+it is the ranks of a server that share one: 2, 4 or 8 of them, slowly, so that golden tokens are all that is
+asked. OUT gets the log of every step and `results.json`; the exit status is 1 if a run failed. Compiled
+kernels stay in WORK/cache, for the next time.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ CLI = (sys.executable, "-m", "dsv4convert")
 CONTEXT, REQUESTS = 40960, 8
 #: Servers on one card, and the share of it that weights and pools of each may take.
 SHARING, FRACTION = 6, 0.1
+#: The same share for each of up to eight ranks on one card.
+FRACTION_OF_RANK = 0.08
 #: Seconds between two starts on one card: a server measures the free memory of a card twice, 7 s apart, and
 #: would take for its own weights what another one fills in between.
 STAGGER = 12
@@ -83,6 +86,7 @@ class Run:
 
 
 _KINDS = tuple(product(("int8", "mxfp4"), (False, True), (True, False), (-1, 1024)))
+_WIDE = ("int8wide", "mxfp4wide")
 _SWITCHES = (
     ("poison", ("DSV4_SM80_POISON=1",)),
     # Prompts are short here: every step is split.
@@ -97,6 +101,7 @@ RUNS = (
         for draft in (False, True)
         for switch, variables in _SWITCHES
     ),
+    *(Run(layout, draft, tp=tp) for tp, layout, draft in product((4, 8), _WIDE, (False, True))),
     *(Run("vision", draft, chunk=chunk) for draft in (False, True) for chunk in (-1, 1024, 8192)),
     Run("vision", chunk=1024, switch="no-radix", extra=("--disable-radix-cache",)),
 )
@@ -111,6 +116,7 @@ class Machine:
         out: Logs and results.
         gpus: Cards there are.
         native: Let Triton and TileLang compile for the card at hand instead of SM80.
+        one_card: All ranks of a server run on the first card.
         goldens: What `probe` says about the checkpoints.
     """
 
@@ -118,12 +124,14 @@ class Machine:
     out: Path
     gpus: int
     native: bool
+    one_card: bool = False
     goldens: Path = Path()
     rooms: list[threading.Semaphore] = field(init=False)
     starting: list[threading.Lock] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rooms = [threading.Semaphore(SHARING) for _ in range(self.gpus)]
+        # Ranks on one card wait for each other in kernels: a second server would wait for all of them.
+        self.rooms = [threading.Semaphore(1 if self.one_card else SHARING) for _ in range(self.gpus)]
         self.starting = [threading.Lock() for _ in range(self.gpus)]
 
     def environment(self, part: str) -> dict[str, str]:
@@ -132,6 +140,8 @@ class Machine:
         path = [HOME, self.work / part, *filter(None, [os.environ.get("PYTHONPATH")])]
         if part == "server" and not self.native:
             path.insert(0, HOME / "scripts" / "as_sm80")
+        if part == "server" and self.one_card:
+            path.insert(0, HOME / "scripts" / "one_card")
         mine = {
             "PYTHONPATH": os.pathsep.join(map(os.fspath, path)),
             "HF_HUB_OFFLINE": "1",
@@ -143,6 +153,8 @@ class Machine:
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             "SGLANG_DSV4_MHC_PREWARM": "0",
         }
+        if self.one_card:
+            mine["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] = "1"
         if (self.work / "server" / "flashinfer").is_dir():
             mine["SGLANG_IS_FLASHINFER_AVAILABLE"] = "0"
         return os.environ | mine
@@ -189,7 +201,7 @@ def validate(machine: Machine, run: Run, number: int) -> dict[str, Any]:
     try:
         with _cards(machine, run, number) as cards, _server(machine, run, number, cards, result) as url:
             result["goldens"] = _goldens(machine, run, url)
-            if run.is_full:
+            if run.is_full and not machine.one_card:
                 result |= {"smoke": _smoke(machine, run, url), "load": _load(machine, run, url)}
         statuses = [result.get("smoke", 0), result.get("load", {}).get("status", 0)]
         statuses += [golden["status"] for golden in result["goldens"].values()]
@@ -206,7 +218,7 @@ def validate(machine: Machine, run: Run, number: int) -> dict[str, Any]:
 def _cards(machine: Machine, run: Run, number: int) -> Iterator[range]:
     """Wait for room on as many cards as the run needs; yield their numbers."""
     first = 0 if run.tp > 1 else number % machine.gpus
-    cards = range(first, first + run.tp)
+    cards = range(first, first + (1 if machine.one_card else run.tp))
     with ExitStack() as held:
         for card in cards:
             held.enter_context(machine.rooms[card])
@@ -216,12 +228,14 @@ def _cards(machine: Machine, run: Run, number: int) -> Iterator[range]:
 @contextmanager
 def _server(machine: Machine, run: Run, number: int, cards: range, result: dict[str, Any]) -> Iterator[str]:
     """Start a server, yield its address when it is ready, and end it."""
-    environment = machine.environment("server") | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
+    # With ranks on one card, the numbers that SGLang hands to them.
+    numbers = range(run.tp) if machine.one_card else cards
+    environment = machine.environment("server") | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
     environment |= dict(variable.split("=", 1) for variable in run.variables)
     # Below the ports that systems hand out by themselves, which begin at 32768.
     port, tag = 31000 + 20 * number, f"--nccl-port {21000 + 20 * number}"
     log = machine.out / f"{run.name}-server.log"
-    command = [*CLI, *_words(run, port, log), *tag.split()]
+    command = [*CLI, *_words(machine, run, port, log), *tag.split()]
     with ExitStack() as held, (machine.out / f"{run.name}-serve.log").open("w") as errors:
         for card in cards:
             held.enter_context(machine.starting[card])
@@ -244,9 +258,10 @@ def _server(machine: Machine, run: Run, number: int, cards: range, result: dict[
         result["left"] = int(left or 0)
 
 
-def _words(run: Run, port: int, log: Path) -> list[str]:
+def _words(machine: Machine, run: Run, port: int, log: Path) -> list[str]:
+    fraction = FRACTION_OF_RANK if machine.one_card else FRACTION
     ours = f"serve {run.layout} --tp {run.tp} --port {port} --api-key-file key --allow-arch 90 --json --quiet"
-    ours += f" --context {CONTEXT} --concurrency {REQUESTS} --mem-fraction-static {FRACTION}"
+    ours += f" --context {CONTEXT} --concurrency {REQUESTS} --mem-fraction-static {fraction}"
     ours += " --dspark" if run.draft else ""
     theirs = "--grammar-backend none --sampling-backend pytorch"
     if run.chunk < 0 and CHECKPOINTS[run.layout].pictures:
@@ -255,6 +270,7 @@ def _words(run: Run, port: int, log: Path) -> list[str]:
     else:
         theirs += f" --chunked-prefill-size {run.chunk}"
     theirs += " --enable-metrics" + ("" if run.graph else " --disable-cuda-graph")
+    theirs += " --disable-custom-all-reduce" if machine.one_card else ""
     return [*ours.split(), "--log-file", os.fspath(log), "--", *theirs.split(), *run.extra]
 
 
@@ -298,7 +314,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("work", type=Path, help="packages, checkpoints, golden files, caches")
     parser.add_argument("out", type=Path, help="logs and results")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="cards to use; default 1")
+    cards = parser.add_mutually_exclusive_group()
+    cards.add_argument("--gpus", type=int, default=1, metavar="N", help="cards to use; default 1")
+    cards.add_argument(
+        "--one-card", action="store_true", help="runs of several ranks, with all ranks on the first card"
+    )
     parser.add_argument(
         "--run",
         action="append",
@@ -319,20 +339,19 @@ def _arguments() -> argparse.Namespace:
     if arguments.gpus < 1:
         parser.error(f"argument --gpus: expected at least 1, found {arguments.gpus}")
     large = [run for run in RUNS if run.name in (arguments.run or ()) and run.tp > arguments.gpus]
-    if large:
-        name, cards = large[0].name, large[0].tp
-        parser.error(
-            f"argument --gpus: {name} needs {cards} cards, found {arguments.gpus}; pass --gpus {cards}"
-        )
+    if large and not arguments.one_card:
+        name, tp = large[0].name, large[0].tp
+        expected = f"{name} needs {tp} cards, found {arguments.gpus}"
+        parser.error(f"argument --gpus: {expected}; pass --gpus {tp}, or --one-card")
     if arguments.goldens and not arguments.goldens.is_dir():
         parser.error(f"argument --goldens: {arguments.goldens} is no directory")
     return arguments
 
 
-def _chosen(names: Sequence[str] | None, gpus: int) -> list[Run]:
-    """Return the runs of these names, each once and in order; without names, all that the cards can run."""
+def _chosen(names: Sequence[str] | None, gpus: int, one_card: bool) -> list[Run]:
+    """Return the runs of these names, each once and in order; without names, all that the cards are for."""
     if not names:
-        return [run for run in RUNS if run.tp <= gpus]
+        return [run for run in RUNS if (run.tp > 1 if one_card else run.tp <= gpus)]
     named = {run.name: run for run in RUNS}
     return [named[name] for name in dict.fromkeys(names)]
 
@@ -340,12 +359,13 @@ def _chosen(names: Sequence[str] | None, gpus: int) -> list[Run]:
 def main() -> int:
     """Run the script."""
     arguments = _arguments()
-    machine = Machine(arguments.work.resolve(), arguments.out.resolve(), arguments.gpus, arguments.native)
+    places = arguments.work.resolve(), arguments.out.resolve()
+    machine = Machine(*places, arguments.gpus, arguments.native, arguments.one_card)
     for folder in (machine.work, machine.out):
         folder.mkdir(parents=True, exist_ok=True)
     if not (machine.work / "key").exists():
         machine.command("keygen", "keygen", "key")
-    runs = _chosen(arguments.run, machine.gpus)
+    runs = _chosen(arguments.run, machine.gpus, machine.one_card)
     layouts = [run.layout for run in runs]
     earlier = arguments.goldens and arguments.goldens.resolve()
     machine.goldens = prepare(machine.command, machine.work, layouts, earlier)

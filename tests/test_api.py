@@ -92,7 +92,12 @@ def test_number_of_jobs_below_one_is_a_value_error(sample: Sample, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "arguments",
-    [("synth", "x", "--ragged", "--scale", "full"), ("convert", "x", "y", "--shards", "4/4")],
+    [
+        ("synth", "x", "--ragged", "--scale", "full"),
+        ("synth", "x", "--intermediate", "64", "--scale", "full"),
+        ("synth", "x", "--intermediate", "100"),
+        ("convert", "x", "y", "--shards", "4/4"),
+    ],
 )
 def test_options_that_do_not_go_together_are_a_usage_error(
     cli: Callable[..., Any], arguments: tuple[str, ...]

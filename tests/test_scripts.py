@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import click
@@ -138,12 +141,16 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     names = [run.name for run in validate_serving.RUNS]
     assert len(set(names)) == len(names)
-    for run in validate_serving.RUNS:
+    machines = [
+        validate_serving.Machine(tmp_path, tmp_path, 1, False, one_card) for one_card in (False, True)
+    ]
+    for machine, run in product(machines, validate_serving.RUNS):
         (tmp_path / run.layout).mkdir(exist_ok=True)
-        words = validate_serving._words(run, 31000, tmp_path / "log")
+        words = validate_serving._words(machine, run, 31000, tmp_path / "log")
         context = parse(*words)
         assert (context.params["tp"], context.params["dspark"]) == (run.tp, run.draft)
         assert ("--disable-cuda-graph" in context.params["extra"]) is not run.graph
+        assert ("--disable-custom-all-reduce" in context.params["extra"]) is machine.one_card
     with pytest.raises(click.UsageError):
         parse(*words[: words.index("--")], "--unknown")
 
@@ -152,7 +159,8 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
     ("words", "told"),
     [
         (("--gpus", 0), "expected at least 1, found 0"),
-        (("--run", "int8-base-graph-whole-tp2"), "needs 2 cards, found 1; pass --gpus 2"),
+        (("--run", "int8-base-graph-whole-tp2"), "needs 2 cards, found 1; pass --gpus 2, or --one-card"),
+        (("--gpus", 2, "--one-card"), "not allowed with argument"),
         (("--goldens", "nowhere"), "nowhere is no directory"),
         (("--run", "unknown"), "invalid choice: 'unknown'"),
     ],
@@ -177,11 +185,15 @@ def test_named_runs_start_once_each_in_their_order() -> None:
     import validate_serving
 
     last, first = validate_serving.RUNS[-1].name, validate_serving.RUNS[0].name
-    chosen = validate_serving._chosen([last, first, last], 1)
+    chosen = validate_serving._chosen([last, first, last], 1, False)
     assert [run.name for run in chosen] == [last, first]
-    assert validate_serving._chosen(None, 2) == list(validate_serving.RUNS)
-    one_card = validate_serving._chosen(None, 1)
-    assert one_card == [run for run in validate_serving.RUNS if "-tp2" not in run.name]
+    assert validate_serving._chosen(None, 8, False) == list(validate_serving.RUNS)
+    alone = validate_serving._chosen(None, 1, False)
+    assert alone == [run for run in validate_serving.RUNS if "-tp" not in run.name]
+    assert {run.tp for run in validate_serving._chosen(None, 2, False)} == {1, 2}
+    shared = validate_serving._chosen(None, 1, True)
+    assert {run.tp for run in shared} == {2, 4, 8}
+    assert len(alone) + len(shared) == len(validate_serving.RUNS)
 
 
 def test_a_working_directory_is_made(
@@ -238,8 +250,8 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
     monkeypatch.setattr(serving_checkpoints.subprocess, "run", lambda words, **_: changed.append(words[-1]))
     folder = serving_checkpoints.prepare(command, tmp_path, serving_checkpoints.CHECKPOINTS, None)
     assert changed == [tmp_path / "foreseeable"]
-    assert sum(log.startswith("synth-") for log in said) == 3
-    assert sum(log.startswith("convert-") for log in said) == 4
+    assert sum(log.startswith("synth-") for log in said) == 4
+    assert sum(log.startswith("convert-") for log in said) == 6
     assert said["probe-vision-three"].count("--image") == 3
     for layout, golden in (("vision", "three"), ("int8", "chat")):
         words = serving_checkpoints.golden_words(layout, golden, folder)
@@ -297,3 +309,46 @@ def test_no_other_checkpoint_is_changed(
     # A download has a card of its own.
     (official / "README.md").write_text("---\nlicense: mit\n---\n")
     assert "nothing was changed" in told(official)
+
+
+# ---- one_card
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "expected"),
+    [
+        ("0,1,2,3", ("-c",), ["0,1,2,3", None]),
+        ("3", ("-c",), ["0", None]),
+        ("0,1,2,3", ("-m", "dsv4convert.runtime.sight", "modules"), ["0,1,2,3", None]),
+        ("0,1,2,3", ("-m", "dsv4convert.runtime.sight", "gpus"), ["0,1,2,3", 4]),
+    ],
+)
+def test_ranks_on_one_card_are_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, visible: str, words: tuple[str, ...], expected: list[object]
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    monkeypatch.setattr(torch.cuda, "device_count", torch.cuda.device_count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"card {device}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, device))
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "of another process")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS / "one_card")])
+    runpy.run_path(str(SCRIPTS / "one_card" / "sitecustomize.py"))
+    assert os.environ["NCCL_HOSTID"] == str(os.getpid())
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected[0]
+    if expected[1]:
+        assert torch.cuda.device_count() == expected[1]
+        assert (torch.cuda.get_device_properties(3), torch.cuda.mem_get_info(3)) == ("card 0", (1, 0))
+
+
+def test_ranks_on_one_card_still_run_the_code_of_sm80(tmp_path: Path) -> None:
+    """Both directories hold a `sitecustomize`, and Python imports one."""
+    (tmp_path / "sitecustomize.py").write_text("print('next')")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.environ['NCCL_HOSTID'] == str(os.getpid()))"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS / "one_card"), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.split() == ["next", "True"], ran.stderr

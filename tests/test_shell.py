@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -140,6 +141,14 @@ def test_fresh_volume_counts_as_empty(cli: Cli, sample: Sample, tmp_path: Path) 
     assert cli("synth", tmp_path / "synth", "--layers", 3, "--experts", 2).exit_code == 0
     assert cli("original", tmp_path / "synth", "--strict").exit_code == 0
     assert cli("synth", tmp_path / "synth").exit_code == 3
+
+
+def test_experts_are_as_wide_as_asked_for(cli: Cli, tmp_path: Path) -> None:
+    """A multiple of 32 is whole groups of MXFP4 along K, and need not be whole groups of 128."""
+    sizes = ("--layers", 3, "--experts", 2, "--intermediate", 160)
+    assert cli("synth", tmp_path / "wide", *sizes).exit_code == 0
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["moe_intermediate_size"] == 160
+    assert cli("original", tmp_path / "wide", "--strict").exit_code == 0
 
 
 def test_destination_through_a_directory_that_is_not_there_leaves_none(

@@ -12,8 +12,9 @@ from dsv4convert.cli.probe import probe
 from dsv4convert.cli.report import report
 from dsv4convert.cli.serve import keygen, preflight, serve
 from dsv4convert.cli.smoke import smoke
+from dsv4convert.cli.synth import synth
 
-for _command in (probe, report, preflight, serve, keygen, smoke, bench_serve):
+for _command in (synth, probe, report, preflight, serve, keygen, smoke, bench_serve):
     main.add_command(_command)
 
 __all__ = ["main"]

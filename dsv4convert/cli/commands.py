@@ -21,7 +21,6 @@ from dsv4convert.cli.shell import EXIT_HELP, Commands, Shell, command_options, v
 from dsv4convert.errors import Exit, errors_of
 from dsv4convert.memory import Demand
 from dsv4convert.names import Layout
-from dsv4convert.releases import RELEASES
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _LAYOUTS = click.Choice([Layout.INT8.value, Layout.MXFP4.value])
@@ -329,58 +328,6 @@ def converted(
             progress=bar,
         )
     shell.report(with_expectations(report, expect), strict)
-
-
-@main.command(epilog=EXIT_HELP)
-@directory("directory")
-@click.option(
-    "--release",
-    type=click.Choice(list(RELEASES)),
-    default="deepseek-v4-flash-0731",
-    show_default=True,
-    help="Whose names and shapes.",
-)
-@click.option(
-    "--scale",
-    type=click.Choice(["tiny", "served", "slice", "full"]),
-    default="tiny",
-    show_default=True,
-    help="Everything small; the smallest that SGLang takes; true shapes but few layers; or everything, as "
-    "sparse files.",
-)
-@click.option("--layers", type=click.IntRange(3, 1024), default=None, help="Trunk layers (not full).")
-@click.option(
-    "--experts", type=click.IntRange(2, 4096), default=None, help="Routed experts per layer (not full)."
-)
-@click.option("--vocab", type=click.IntRange(16, 1 << 24), default=None, help="Vocabulary (not full).")
-@click.option("--ragged", is_flag=True, help="Tiny only: sides that end in partial blocks and groups.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the values.")
-@command_options
-def synth(
-    shell: Shell,
-    directory: Path,
-    release: str,
-    scale: str,
-    layers: int | None,
-    experts: int | None,
-    vocab: int | None,
-    ragged: bool,
-    seed: int,
-) -> None:
-    """Write a synthetic checkpoint into DIRECTORY: for tests, demos and rehearsals."""
-    from dsv4convert.synth import Recipe, data_bytes, disk_usage, synthesize
-
-    if ragged and scale != "tiny":
-        raise click.UsageError("--ragged goes with --scale tiny")
-    if scale == "full" and (layers or experts or vocab):
-        raise click.UsageError("--layers, --experts and --vocab do not go with --scale full")
-    recipe = Recipe(release, scale, layers or 0, experts or 0, vocab or 0, ragged, seed)
-    with progress("writing", data_bytes(recipe), quiet=shell.quiet) as bar:
-        size = synthesize(directory, recipe, bar)
-    used = disk_usage(directory)
-    result = {"ok": True, "directory": os.fspath(directory), "file_bytes": size, "disk_bytes": used}
-    text = f"{directory}: {scale} {release}, {size:,} bytes in shards, {gigabytes(used)} on disk"
-    shell.data(json.dumps(result, indent=1) if shell.json else text)
 
 
 def _parse_part(text: str | None) -> tuple[int, int] | None:
