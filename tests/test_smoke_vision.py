@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
 from itertools import count
@@ -14,12 +17,14 @@ import pytest
 from PIL import Image
 
 from dsv4convert.cli.smoke import COLUMN
+from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused
 from dsv4convert.golden import encode_golden
 from dsv4convert.smoke import pictures
 from dsv4convert.smoke.checks import Scene, Terms
 from dsv4convert.smoke.server import open_server
 from dsv4convert.smoke.shown import read_shown
 from dsv4convert.smoke.suite import Smoke, run_suite
+from dsv4convert.vision.config import MOST_PICTURE_BYTES
 from tests.conftest import Ran
 from tests.fakechat import KEY, TIE, FakeChat, golden
 from tests.fakevision import PLACEHOLDER, Talk, block, expand, look, teach
@@ -314,6 +319,49 @@ def test_other_files_are_refused(
 
     assert codes(*reversed(files)) == codes(files[0]) == ["golden.pictures"]
     assert cli("smoke", server.url, "--image", files[0]).exit_code == 2
+
+
+def test_what_is_no_picture_file_is_told_without_waiting(
+    server: FakeChat, files: list[Path], tmp_path: Path
+) -> None:
+    known = golden_with_pictures(server, (pictures.plain("blue"),))
+    assert [shown.data for shown in read_shown(files[:1], known)] == [files[0].read_bytes()]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large.png").touch()
+    os.truncate(tmp_path / "large.png", MOST_PICTURE_BYTES + 1)
+    # Held open for writing, so that a reader of the pipe would wait for its end: it must not be one.
+    held = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        with told_in_time() as told:
+            for name in ("pipe", "none.png", ".", "large.png"):
+                try:
+                    read_shown([tmp_path / name], known)
+                except Dsv4Error as fault:
+                    told += [(type(fault), f.code, f.where) for f in fault.findings]
+    finally:
+        os.close(held)
+    assert told == [
+        (EnvironmentFault, "file.not-regular", "pipe"),
+        (EnvironmentFault, "file.unreadable", "none.png"),
+        (EnvironmentFault, "file.not-regular", tmp_path.name),
+        (Refused, "golden.pictures", "large.png"),
+    ]
+
+
+@contextmanager
+def told_in_time() -> Iterator[list[Any]]:
+    """Yield an empty list; what takes longer than 20 seconds fails instead of waiting forever."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("still waiting after 20 seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        yield []
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # ---- pictures

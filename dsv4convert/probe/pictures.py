@@ -15,21 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.files import printable, read_whole
-from dsv4convert.vision.config import MOST_PICTURES, VisionConfig
+from dsv4convert.vision.config import MOST_PICTURE_BYTES, MOST_PICTURES, VisionConfig
 from dsv4convert.vision.layout import Block, Grid
 from dsv4convert.vision.tower import PictureError, Tower, open_picture, picture_patches
 
 if TYPE_CHECKING:
     from kernels_ref.source import Source
-
-_MAX_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def read_pictures(paths: Sequence[str | os.PathLike[str]], vision: VisionConfig)
 def _picture(path: Path, vision: VisionConfig) -> Picture:
     # `.` has no name.
     name = printable(path.name or os.fspath(path))
-    data = read_whole(path, name, _MAX_BYTES, "probe.picture")
+    data = read_whole(path, name, MOST_PICTURE_BYTES, "probe.picture")
     try:
         image = open_picture(data)
     except PictureError as error:

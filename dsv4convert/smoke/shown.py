@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import mimetypes
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dsv4convert.errors import EnvironmentFault, Refused, finding
-from dsv4convert.files import printable
+from dsv4convert.errors import Refused, finding
+from dsv4convert.files import printable, read_whole
 from dsv4convert.smoke.answers import Picture, Turn
 from dsv4convert.smoke.checks import Scene
+from dsv4convert.vision.config import MOST_PICTURE_BYTES
 from dsv4convert.vision.layout import PLACEHOLDER
 
 #: What a chat puts between the parts of a turn.
@@ -28,8 +30,8 @@ def read_shown(paths: Sequence[Path], golden: Mapping[str, Any]) -> tuple[Pictur
     """Read the pictures of a golden prompt.
 
     Raises:
-        Refused: ``golden.pictures``; they are not those of the golden file.
-        EnvironmentFault: ``file.unreadable``.
+        Refused: ``golden.pictures``; they are not those of the golden file, or too large.
+        EnvironmentFault: a file cannot be read, or is none.
     """
     known = pictures_of(golden)
     if len(paths) != len(known):
@@ -41,13 +43,9 @@ def read_shown(paths: Sequence[Path], golden: Mapping[str, Any]) -> tuple[Pictur
 
 
 def _read(path: Path, row: Mapping[str, Any]) -> Picture:
-    name = printable(path.name)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise EnvironmentFault(
-            finding("file.unreadable", name, f"cannot be read: {error.strerror}")
-        ) from None
+    # `.` has no name.
+    name = printable(path.name or os.fspath(path))
+    data = read_whole(path, name, MOST_PICTURE_BYTES, "golden.pictures")
     digest = hashlib.sha256(data).hexdigest()
     if digest != row["sha256"]:
         problem, shown = "is not the file that the golden prompt shows here", printable(row["file"])

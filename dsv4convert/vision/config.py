@@ -14,6 +14,8 @@ ENDS: Final = 2
 MOST_LEAD: Final = 3
 #: Pictures of one prompt, unless a server is told otherwise. The real bound is the length of the context.
 MOST_PICTURES: Final = 96
+#: Bytes of a picture's file; it is read whole.
+MOST_PICTURE_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
