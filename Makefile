@@ -112,7 +112,7 @@ bench: $(VENV)/.tools
 	$(PY) benchmarks/bench_structure.py
 	$(PY) benchmarks/bench_formats.py
 	$(PY) benchmarks/bench_convert.py
-	$(PY) -m pytest -p tests.conftest -p no:xdist -s -q -m bench --run-benchmark benchmarks
+	$(PY) benchmarks/bench_hashes.py
 
 test-gpu:
 	$(PY_GPU) -m pytest --gpu -m gpu $(GPU_TESTS)

@@ -28,8 +28,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("house")
 
-# Marker -> the option without which such a test is left out.
-GATED = {"gpu": "--gpu", "bench": "--run-benchmark"}
 # A test marked `browser` runs wherever one of these is installed, CI included.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -40,9 +38,8 @@ def browser() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the two options that let gated tests run."""
+    """Add the option that lets tests run that need a card."""
     parser.addoption("--gpu", action="store_true", help="run the tests that need a CUDA device")
-    parser.addoption("--run-benchmark", action="store_true", help="run the tests that measure speed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect (not skip: a skip is a test that could not say anything) what was not asked for."""
-    closed = [marker for marker, option in GATED.items() if not config.getoption(option)]
+    closed = [] if config.getoption("--gpu") else ["gpu"]
     closed += [] if browser() else ["browser"]
     left_out = [item for item in items if any(item.get_closest_marker(m) for m in closed)]
     if left_out:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -51,6 +52,26 @@ def test_every_benchmark_says_how_it_is_called(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
     assert (ended.value.code, path.name in capsys.readouterr().out) == (0, True)
+
+
+def test_hashes_are_benchmarked_without_pytest(
+    argv: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv("--rounds", 1, "--dir", tmp_path)
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    bench = runpy.run_path(str(SCRIPTS.parent / "benchmarks" / "bench_hashes.py"))
+    # Small files: whether they are read in time is another matter than whether they are read right.
+    main = bench["main"]
+    main.__globals__.update(FILES=3, SIZE=1000, TARGET=0, TOOLS=(("sha256sum",),), values=lambda *_: None)
+    assert main() == 0
+    assert re.search(r"cores: \d+\.\d\d GB/s, sha256sum .*, x\d+\.\d\d\n$", capsys.readouterr().out)
+    main.__globals__["_theirs"] = lambda tool, folder, names: dict.fromkeys(names, "0" * 64)
+    with pytest.raises(SystemExit, match=r"^error: 3 of 3 SHA-256 are not those of sha256sum, f0 first$"):
+        main()
+    assert capsys.readouterr().out == "" and not any(tmp_path.iterdir())
 
 
 def test_a_benchmark_of_a_card_says_that_there_is_none(argv: Callable[..., None]) -> None:
