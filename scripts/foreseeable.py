@@ -52,13 +52,27 @@ def foreseeable(vocabulary: int, hidden: int, rank: int) -> dict[str, Tensor]:
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"holds no {file.name}" if file.parent.is_dir() else "is no directory"
+        raise SystemExit(
+            f"error: {file.parent}: {what}: expected a checkpoint that `dsv4convert synth` made"
+        ) from None
+    except OSError as error:
+        raise SystemExit(f"error: {file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SystemExit(f"error: {file}: is not UTF-8") from None
+
+
 def _sizes(root: Path) -> tuple[int, int, int]:
     """Return the arguments of `foreseeable`, if the checkpoint is one to be changed."""
+    card, text = (_text(root / name) for name in ("README.md", "config.json"))
     try:
-        card = (root / "README.md").read_text(encoding="utf-8")
-        config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {root}: cannot be read as a checkpoint: {error}") from None
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SystemExit(f"error: {root / 'config.json'}: is not JSON: {error}") from None
     if not card.startswith(_CARD):
         raise SystemExit(f"error: {root}: its README.md does not begin with {_CARD!r}; nothing was changed")
     if "dspark_markov_rank" not in config:

@@ -22,8 +22,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 60 << 20
@@ -112,14 +114,28 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+def _record(stage: Path) -> Mapping[str, Any]:
+    """Return the parts of `staged.json`, or end the script with the reason why there are none."""
+    file = stage / "staged.json"
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8"))["parts"]
+    except (FileNotFoundError, NotADirectoryError):
+        what = "holds no staged.json" if stage.is_dir() else "is no directory"
+        raise SystemExit(
+            f"error: {stage}: {what}: expected the STAGE that `pack` wrote, archives beside staged.json"
+        ) from None
+    except OSError as error:
+        raise SystemExit(f"error: {file}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        parts = None
+    if not isinstance(parts, dict):
+        raise SystemExit(f"error: {file}: is not what `pack` writes; carry it again")
+    return parts
+
+
 def unpack(stage: Path, work: Path, parts: list[str]) -> None:
     """Unpack the archives that are there, or those named, after checking their SHA-256."""
-    try:
-        record = json.loads((stage / "staged.json").read_text(encoding="utf-8"))["parts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(
-            f"error: {stage}: staged.json, which `pack` writes, cannot be read: {error}"
-        ) from None
+    record = _record(stage)
     wanted = parts or [part for part in PARTS if (stage / f"{part}.tar.xz").exists()]
     if not wanted:
         raise SystemExit(f"error: {stage}: holds no archive: expected {', '.join(PARTS)}, each as .tar.xz")

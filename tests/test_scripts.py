@@ -134,10 +134,13 @@ def test_a_stage_that_cannot_be_unpacked_is_told(tmp_path: Path, argv: Callable[
         return str(ended.value)
 
     made, work = stage(tmp_path), tmp_path / "work"
-    assert "staged.json, which `pack` writes, cannot be read" in told(tmp_path / "nowhere", work)
+    wanted = "expected the STAGE that `pack` wrote, archives beside staged.json"
+    assert told(tmp_path / "nowhere", work) == f"error: {tmp_path / 'nowhere'}: is no directory: {wanted}"
+    assert told(tmp_path, work) == f"error: {tmp_path}: holds no staged.json: {wanted}"
     assert "client.tar.xz: is not there" in told(made, work, "client")
-    (made / "staged.json").write_text("{")
-    assert "cannot be read" in told(made, work)
+    for content in ("{", "[]", '{"parts": 1}'):
+        (made / "staged.json").write_text(content)
+        assert told(made, work) == f"error: {made / 'staged.json'}: is not what `pack` writes; carry it again"
     (made / "staged.json").write_text('{"parts": {}}')
     assert "not in staged.json" in told(made, work)
     (made / "server.tar.xz").unlink()
@@ -320,7 +323,9 @@ def test_no_other_checkpoint_is_changed(
         assert all(file.read_bytes() == content for file, content in before)
         return str(ended.value)
 
-    assert "cannot be read as a checkpoint" in told(tmp_path / "nowhere")
+    wanted = "expected a checkpoint that `dsv4convert synth` made"
+    assert told(tmp_path / "nowhere") == f"error: {tmp_path / 'nowhere'}: is no directory: {wanted}"
+    assert told(tmp_path) == f"error: {tmp_path}: holds no README.md: {wanted}"
     preview, official, converted = (tmp_path / name for name in ("preview", "official", "converted"))
     assert cli("synth", preview, "-q", "--release", "deepseek-v4-flash").exit_code == 0
     assert "config.json has no DSpark draft" in told(preview)
