@@ -332,6 +332,40 @@ def test_saved_check_that_failed_fails_the_command(
     assert cli(*page, tmp_path / "good.json").exit_code == 0
 
 
+def test_all_saved_checks_that_failed_are_printed_under_their_names(
+    copy: Path, cli: Callable[..., Ran], tmp_path: Path
+) -> None:
+    names = []
+    for shard in sorted(copy.glob("*.safetensors"))[:2]:
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        names.append(f"{shard.name}.json")
+        (tmp_path / names[-1]).write_text(cli("converted", copy, "--json", "--read-data").out)
+        shard.write_bytes(whole)
+    (tmp_path / "good.json").write_text(cli("converted", copy, "--json", "--read-data").out)
+    names.insert(1, "good.json")
+    saved = [word for name in names for word in ("--reference-report", tmp_path / name)]
+    page = ("report", copy, "-o", tmp_path / "page.html", "-q")
+
+    def shown(*words: object) -> list[tuple[str, list[str]]]:
+        """Return heading and codes of every group of findings that is printed."""
+        ran = cli(*page, *words)
+        assert ran.exit_code == 1
+        groups = re.split(r"^(structure, .*:|saved check .*:)\n", ran.err, flags=re.MULTILINE)
+        assert groups[0] == "" or len(groups) == 1
+        texts = zip(["", *groups[1::2]], groups[::2], strict=True)
+        return [(name, re.findall(r"\[([a-z.-]+)\]$", text, re.M)) for name, text in texts if text]
+
+    bad = [(f"saved check {tmp_path / name} of model:", ["content.hash"]) for name in (names[0], names[2])]
+    assert shown(*saved) == bad
+    (copy / "generation_config.json").unlink()
+    alone = shown()
+    assert [name for name, _ in alone] == [""] and "side.missing" in alone[0][1]
+    assert shown(*saved) == [("structure, checked now:", alone[0][1]), *bad]
+    codes = [f["code"] for f in cli(*page, "--json", *saved).json()["findings"]]
+    assert sorted(codes) == sorted([*alone[0][1], "content.hash", "content.hash"])
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\xff", b"[]", b"null", b"{}", b'{"subject": 1}', b"[" * 100_000],

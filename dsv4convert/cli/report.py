@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dsv4convert.cli.shell import EXIT_HELP, Shell, command_options, output_file
 from dsv4convert.errors import Exit, encodable, errors_of
 from dsv4convert.files import printable
+
+if TYPE_CHECKING:
+    from dsv4convert.webreport.saved import Check
 
 
 @click.command(epilog=EXIT_HELP)
@@ -56,14 +60,22 @@ def report(
     page = make_page(dst, saved, golden)
     data = page.html.encode()
     write_bytes(target, target.parent, data)
-    found = tuple(dict.fromkeys((*page.report.findings, *page.overall.findings)))
+    # A saved check repeats what the structural one finds.
+    found = tuple(dict.fromkeys(f for check in page.checks for f in check.report.findings))
     errors = errors_of(found)
     if shell.json:
         result = {"ok": not errors, "file": encodable(os.fspath(target)), "bytes": len(data)}
         findings = [f.as_dict() for f in found]
         shell.data(json.dumps(result | {"findings": findings}, indent=1))
     else:
-        shell.findings(found)
-        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.overall.verdict()}")
+        for check in page.checks:
+            shell.findings(check.report.findings, _heading(check) if saved else "")
+        shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.overall.verdict}")
     if errors:
         raise SystemExit(Exit.FINDINGS)
+
+
+def _heading(check: Check) -> str:
+    if check.file is None:
+        return "structure, checked now:"
+    return f"saved check {printable(os.fspath(check.file))} of {printable(check.report.subject)}:"

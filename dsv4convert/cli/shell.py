@@ -60,9 +60,10 @@ class Shell:
         if self.verbose:
             _print(text, sys.stderr)
 
-    def findings(self, findings: Iterable[Finding]) -> None:
-        """Print findings to stderr."""
-        for line in render(findings):
+    def findings(self, findings: Iterable[Finding], heading: str = "") -> None:
+        """Print findings to stderr, and above them what they are about."""
+        lines = list(render(findings))
+        for line in [heading, *lines] if heading and lines else lines:
             _print(line, sys.stderr)
 
     def report(self, report: Report, strict: bool) -> NoReturn:

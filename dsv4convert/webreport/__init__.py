@@ -17,19 +17,19 @@ from dsv4convert.errors import EnvironmentFault, Refused, finding
 from dsv4convert.journal import MANIFEST
 from dsv4convert.survey import survey
 from dsv4convert.validate.provenance import read_manifest
-from dsv4convert.validate.report import Report
 from dsv4convert.validate.structure import check_converted
+from dsv4convert.webreport.saved import Check, overall, read_saved
 
 # With one of these there is no finished conversion of ours to report on.
 _NOTHING_THERE = ("dst.unfinished", "dst.not-converted", "manifest.not-json", "dir.no-weights")
 
 
 class Page(NamedTuple):
-    """The page, the structural check that was run for it, and the check that its head quotes."""
+    """The page, the checks on it (first the structural one made for it), and the one that its head quotes."""
 
     html: str
-    report: Report
-    overall: Report
+    checks: tuple[Check, ...]
+    overall: Check
 
 
 def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: Path | None = None) -> Page:
@@ -48,8 +48,7 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: 
     from dsv4convert.webreport.answers import read_answers
     from dsv4convert.webreport.cited import Manifest
     from dsv4convert.webreport.facts import read_facts
-    from dsv4convert.webreport.page import overall, render_page
-    from dsv4convert.webreport.saved import read_saved
+    from dsv4convert.webreport.page import render_page
 
     checkpoint = open_checkpoint(path)
     report = check_converted(checkpoint)
@@ -61,10 +60,10 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: 
         problem = "not there: a report shows what the conversion recorded"
         raise Refused(finding("report.no-manifest", MANIFEST, problem))
     facts = read_facts(Manifest(tree))
-    checks = [report, *(read_saved(file, report) for file in saved)]
+    checks = (Check(report), *(read_saved(file, report) for file in saved))
     answers = read_answers(golden, survey(checkpoint)) if golden else None
     html = render_page(checkpoint.root.name, facts, checks, answers)
-    return Page(html, report, overall(checks))
+    return Page(html, checks, overall(checks))
 
 
 def _require_libraries() -> None:

@@ -5,39 +5,29 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from dsv4convert import __version__
-from dsv4convert.errors import errors_of
 from dsv4convert.files import printable
-from dsv4convert.validate.report import Report
 from dsv4convert.webreport.answers import Answers
 from dsv4convert.webreport.budget import CARDS
 from dsv4convert.webreport.facts import PROJECTIONS, Facts
 from dsv4convert.webreport.figures import heat_map, histogram
+from dsv4convert.webreport.saved import Check, overall
 
 
-class Check(NamedTuple):
-    """A check as the page shows it; `state` is ``ok``, ``warning`` or ``failed``."""
-
-    report: Report
-    verdict: str
-    state: str
-
-
-def render_page(name: str, facts: Facts, reports: Sequence[Report], answers: Answers | None = None) -> str:
+def render_page(name: str, facts: Facts, checks: Sequence[Check], answers: Answers | None = None) -> str:
     """Return the page.
 
     Args:
         name: Name of the checkpoint's directory.
         facts: What the manifest says.
-        reports: The structural check that was just made, then saved ones.
+        checks: The structural check that was just made, then saved ones.
         answers: What a probe found.
     """
-    checks = [_check(report) for report in reports]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
     )
@@ -55,8 +45,8 @@ def render_page(name: str, facts: Facts, reports: Sequence[Report], answers: Ans
         cards=CARDS,
         checks=checks,
         answers=answers,
-        overall=_check(overall(reports)),
-        manifest_sha256=reports[0].facts["manifest_sha256"],
+        overall=overall(checks),
+        manifest_sha256=checks[0].report.facts["manifest_sha256"],
     )
     return html.encode("utf-8", "backslashreplace").decode()
 
@@ -88,13 +78,3 @@ def _pictures(facts: Facts) -> dict[str, Markup]:
         "heat": Markup(heat_map(facts.experts.layers)),
         "spans": Markup(histogram(facts.experts.spans)),
     }
-
-
-def _check(report: Report) -> Check:
-    state = "failed" if errors_of(report.findings) else "warning" if report.findings else "ok"
-    return Check(report, report.verdict(), state)
-
-
-def overall(reports: Sequence[Report]) -> Report:
-    """Return the check that the head of the page quotes: a failed one, else the one that compared most."""
-    return max(reports, key=lambda report: (bool(errors_of(report.findings)), report.contents or 0))

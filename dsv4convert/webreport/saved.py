@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dsv4convert.errors import Finding, Refused, finding
+from dsv4convert.errors import Finding, Refused, errors_of, finding
 from dsv4convert.files import printable
 from dsv4convert.validate.report import Report
 
 
-def read_saved(file: Path, own: Report) -> Report:
+class Check(NamedTuple):
+    """A check as the page shows it; `file` is where it was saved, None for the one made with the page."""
+
+    report: Report
+    file: Path | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What the page says above it."""
+        return self.report.verdict()
+
+    @property
+    def state(self) -> str:
+        """``ok``, ``warning`` or ``failed``."""
+        if errors_of(self.report.findings):
+            return "failed"
+        return "warning" if self.report.findings else "ok"
+
+
+def overall(checks: Sequence[Check]) -> Check:
+    """Return the check that the head of the page quotes: a failed one, else the one that compared most."""
+    return max(checks, key=lambda check: (check.state == "failed", check.report.contents or 0))
+
+
+def read_saved(file: Path, own: Report) -> Check:
     """Return a saved check of the checkpoint that `own` is about.
 
     Raises:
@@ -32,7 +56,7 @@ def read_saved(file: Path, own: Report) -> Report:
         expected = f"manifest_sha256 {str(wanted)[:12]}…"
         shown = f"{str(found)[:12]}…" if found else "none"
         raise Refused(finding("report.other", file.name, problem, expected=expected, found=shown))
-    return report
+    return Check(report, file)
 
 
 def _report(saved: Any) -> Report:
