@@ -32,14 +32,18 @@ HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}&am
 def made(sample: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return ``made(kind)``: a conversion, made once; not to be changed.
 
-    ``int8`` and ``mxfp4`` come from the shortest sample, ``served`` from one that GPUs can share.
+    ``int8`` and ``mxfp4`` come from the shortest sample, ``twice`` from that ``mxfp4``, ``served`` from a
+    source that GPUs can share.
     """
     root = tmp_path_factory.mktemp("report")
 
     def make(kind: str) -> Path:
         if not (root / kind).exists():
-            source = make_served(root / "source") if kind == "served" else sample("short")
-            api.convert(source, root / kind, experts="int8" if kind == "served" else kind)
+            if kind == "served":
+                source = make_served(root / "source")
+            else:
+                source = make("mxfp4") if kind == "twice" else sample("short")
+            api.convert(source, root / kind, experts="mxfp4" if kind == "mxfp4" else "int8")
         return root / kind
 
     return make
@@ -185,8 +189,55 @@ def test_budget_of_the_page_is_the_plans_and_adds_up(
 def test_model_without_a_budget_has_weights_and_a_reason(made: Callable[[str], Path]) -> None:
     page = Parsed(make_page(made("int8")).html)
     assert all(row["budget"] is None for row in read_json(made("int8") / MANIFEST)["memory"].values())
-    assert "cannot be split over 4 GPUs" in page.text and "no budget is known" in page.text
+    assert "no budget is known" in page.text
     assert not any("/budget/" in source for _, source, _ in page.cited)
+
+
+def splits(root: Path) -> dict[str, list[str]]:
+    """Return the cells of the table of splits: its first column -> the others, after the weights."""
+    table = make_page(root).html.split('<h2 id="memory">')[1].split("</table>")[0]
+    rows = re.findall(r"<tr><th scope=\"row\">(TP \d+)</th>(.*?)</tr>", table, re.DOTALL)
+    return {
+        name: [
+            Parsed(f"<td>{cell}</td>").text for cell in re.findall(r"<td[^>]*>(.*?)</td>", cells, re.DOTALL)
+        ][1:]
+        for name, cells in rows
+    }
+
+
+def test_impossible_split_is_not_said_to_leave_room(made: Callable[[str], Path]) -> None:
+    cut, whole = splits(made("int8")), splits(made("served"))
+    assert cut["TP 4"] == [
+        *("impossible", "impossible"),
+        # 256 columns are two groups of 128, and two groups of heads.
+        "routed experts w2 cannot be split over 4 GPUs in groups of 128 along K; "
+        "output groups of wo_a cannot be split over 4 GPUs in whole groups",
+    ]
+    assert cut["TP 8"][:2] == ["impossible", "impossible"]
+    assert "attention heads cannot be split over 8 GPUs in whole heads" in cut["TP 8"][2]
+    assert (
+        whole["TP 4"] == whole["TP 8"] == [*("leaves room", "leaves room"), "on borders of blocks and groups"]
+    )
+
+
+@pytest.mark.parametrize("layout", ["mxfp4", "int8"])
+def test_plan_and_page_count_the_same_files(
+    made: Callable[[str], Path], sample: Callable[[str], Path], cli: Callable[..., Ran], layout: str
+) -> None:
+    """The second conversion starts from our own output, whose model card is replaced and not copied."""
+    source = sample("short") if layout == "mxfp4" else made("mxfp4")
+    target = made("mxfp4") if layout == "mxfp4" else made("twice")
+    planned = re.search(
+        r", (\d+) other files copied, config\.json written anew$",
+        cli("plan", source, "--experts", layout).out,
+        re.M,
+    )
+    shown = re.search(r"other files</th><td>(.*?): (.*?)</td>", make_page(target).html)
+    assert planned and shown and "config.json" in shown[2]
+    assert int(Parsed(shown[1]).text) == int(planned[1]) + 1
+    names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    own = {"README.md", MANIFEST, INDEX, "config.json"}
+    assert int(planned[1]) == sum(name not in own and not name.endswith(".safetensors") for name in names)
 
 
 def test_card_that_is_too_small_shows_what_is_missing(made: Callable[[str], Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsv4convert.card import copied_files
 from dsv4convert.cli import memory
 from dsv4convert.cli.progress import duration, gib, gigabytes
 from dsv4convert.errors import Finding, encodable, errors_of, finding
@@ -80,6 +81,7 @@ class Budget:
         unsplittable: Sizes that would cut a block or group.
         memory: Memory of a GPU for every size that was named and divides, if this project serves the model.
         draft: Kind of the draft, for people.
+        copied: Files beside the shards that go along; `config.json` is written anew.
         free: Bytes free at the destination, None when none was named.
         write_speed: Bytes per second measured there.
         jobs: Processes assumed.
@@ -91,6 +93,7 @@ class Budget:
     unsplittable: tuple[int, ...]
     memory: tuple[GpuMemory, ...]
     draft: str
+    copied: int
     free: int | None
     write_speed: float | None
     jobs: int
@@ -117,6 +120,7 @@ class Budget:
             unsplittable=cut,
             memory=budgets(seen, [n for n in tp if n not in cut], demand),
             draft="DSpark" if geometry and geometry.draft.is_dspark else "NextN",
+            copied=len(copied_files(seen.checkpoint.root, plan.side_files)),
             free=shutil.disk_usage(_existing(dst)).free if dst else None,
             write_speed=speed,
             jobs=jobs,
@@ -177,7 +181,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         f"  {len(plan.shards):,} shards, {plan.tensors:,} tensors, {plan.data_bytes:,} data bytes, "
         f"{plan.expert_weights:,} expert weights, {plan.mtp_tensors:,} mtp tensors"
     )
-    yield f"  files      {plan.file_bytes:,} bytes in shards, {len(plan.side_files):,} other files copied"
+    others = f"{budget.copied:,} other files copied, config.json written anew"
+    yield f"  files      {plan.file_bytes:,} bytes in shards, {others}"
     room = f", {budget.free:,} free" if budget.free is not None else ""
     yield f"  disk       {plan.disk_bytes:,} bytes needed at the destination{room}"
     yield f"  memory     at most {MEMORY_PER_PROCESS >> 20} MiB per process, --jobs {budget.jobs}"
