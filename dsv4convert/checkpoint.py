@@ -58,6 +58,12 @@ class Checkpoint:
     findings: tuple[Finding, ...]
     revision: str | None
 
+    @property
+    def identity(self) -> list[list[str | int]]:
+        """Name, size, modification time in ns and inode number of every shard: other files have others."""
+        shards = sorted(self.shards.values(), key=lambda s: s.name)
+        return [[s.name, s.size, s.mtime_ns, s.inode] for s in shards]
+
     def reader(self) -> ShardReader:
         """Return a reader of the shards' bytes, to be used as a context manager."""
         return ShardReader(self.shards)

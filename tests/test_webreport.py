@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import shutil
 import sys
@@ -357,9 +358,11 @@ def test_saved_check_is_shown(
     saved = ("--reference-report", tmp_path / "a.json", "--reference-report", tmp_path / "b.json")
     ran = cli("report", copy, "-o", target, *saved)
     assert (ran.exit_code, ran.err) == (0, "")
-    assert ran.out.endswith("; contents verified\n")
+    when = re.fullmatch(
+        r".*; (contents verified \(check of model, 20\d\d-\d\d-\d\d \d\d:\d\d UTC\))\n", ran.out
+    )
     text = Parsed(target.read_text()).text
-    assert text.count("contents verified") == 3  # the head and both checks
+    assert when and when[1] in text and text.count("contents verified (") == 3  # the head and both checks
     assert "contents: all tensors recomputed from the reference" in text
     assert "whether the conversion was right" in text
 
@@ -376,11 +379,126 @@ def test_saved_check_that_failed_fails_the_command(
     page = ("report", copy, "-o", tmp_path / "page.html", "--reference-report")
     ran = cli(*page, tmp_path / "good.json", page[-1], tmp_path / "bad.json")
     assert (ran.exit_code, ran.err.count("[content.hash]")) == (1, 1)
-    assert ran.out.endswith("; FAILED: 1 error, 0 warnings\n")
+    # The shard was written after the check that found it damaged.
+    assert re.search(
+        r"; FAILED: 1 error, 1 warning \(check of model, .* UTC, not of the files here\)\n$", ran.out
+    )
     told = cli(*page, tmp_path / "bad.json", "--json")
     assert (told.exit_code, told.json()["ok"]) == (1, False)
-    assert [row["code"] for row in told.json()["findings"]] == ["content.hash"]
+    assert [row["code"] for row in told.json()["findings"]] == ["content.hash", "report.elsewhere"]
     assert cli(*page, tmp_path / "good.json").exit_code == 0
+
+
+@pytest.fixture
+def checked(copy: Path, cli: Callable[..., Ran], tmp_path: Path) -> Path:
+    """Return a saved check of the whole contents of `copy`."""
+    ran = cli("converted", copy, "--json", "--read-data")
+    assert ran.exit_code == 0
+    (tmp_path / "check.json").write_text(ran.out)
+    return tmp_path / "check.json"
+
+
+def _damage(root: Path) -> None:
+    shard = sorted(root.glob("*.safetensors"))[-1]
+    with shard.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def _copied(root: Path) -> Path:
+    """Return a damaged copy under the same name and with the same times, as `cp -a` makes it."""
+    other = Path(shutil.copytree(root, root.parent / "elsewhere" / root.name))
+    times = {path.name: path.stat() for path in other.iterdir()}
+    _damage(other)
+    for name, status in times.items():
+        os.utime(other / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return other
+
+
+def _changed(root: Path) -> Path:
+    _damage(root)
+    return root
+
+
+def _renamed(root: Path) -> Path:
+    return root.rename(root.parent / "renamed")
+
+
+def _touched(root: Path) -> Path:
+    (root / "LICENSE").touch()
+    return root
+
+
+@pytest.mark.parametrize("change", [_copied, _changed])
+def test_check_of_other_files_verifies_nothing_here(
+    copy: Path, checked: Path, cli: Callable[..., Ran], change: Callable[[Path], Path]
+) -> None:
+    root, target = change(copy), copy.parent / "page.html"
+    ran = cli("report", root, "-o", target, "--reference-report", checked)
+    assert (ran.exit_code, ran.err.count("[report.elsewhere]")) == (0, 1)
+    assert ran.out.endswith("; structure OK, contents not verified\n")
+    page = make_page(root, [checked])
+    assert page.overall == page.checks[0] and page.checks[1].state == "warning"
+    assert re.findall(r"contents verified[^<\n]*", Parsed(page.html).text) == [
+        f"contents verified, 1 warning (check of model, {_when(checked)}, not of the files here)"
+    ]
+    # What it says is so: a check of these files finds the damage.
+    assert "[content.hash]" in cli("converted", root, "--read-data", "-q").err
+
+
+def _when(saved: Path) -> str:
+    date, time = read_json(saved)["facts"]["contents_at"].split("T")
+    return f"{date} {time[:5]} UTC"
+
+
+@pytest.mark.parametrize("change", [_renamed, _touched])
+def test_check_of_these_files_counts_under_another_name(
+    copy: Path, checked: Path, cli: Callable[..., Ran], change: Callable[[Path], Path]
+) -> None:
+    root, target = change(copy), copy.parent / "page.html"
+    ran = cli("report", root, "-o", target, "--reference-report", checked)
+    assert (ran.exit_code, ran.err) == (0, "")
+    assert ran.out.endswith(f"; contents verified (check of model, {_when(checked)})\n")
+
+
+def test_check_that_does_not_say_of_which_files_it_is_can_be_read(
+    copy: Path, checked: Path, cli: Callable[..., Ran]
+) -> None:
+    """As saved by earlier versions; one that says nothing about contents has nothing to say of files."""
+    saved = read_json(checked)
+    for key in ("identity_sha256", "contents_at"):
+        del saved["facts"][key]
+    page = ("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    checked.write_text(json.dumps(saved))
+    ran = cli(*page)
+    assert ran.exit_code == 0 and ran.out.endswith("; structure OK, contents not verified\n")
+    assert "does not say in which files it compared contents" in ran.err
+    (quoted,) = make_page(copy, [checked]).checks[1:]
+    assert quoted.verdict == "contents verified, 1 warning (check of model, undated, of unknown files)"
+    checked.write_text(json.dumps(saved | {"contents_percent": None}))
+    assert (cli(*page).exit_code, cli(*page).err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("contents_at", "yesterday"),
+        ("contents_at", 7),
+        ("identity_sha256", ["x"]),
+        ("identity_sha256", None),
+        ("manifest_sha256", 1),
+    ],
+)
+def test_saved_check_whose_files_or_time_are_none_is_refused(
+    copy: Path, checked: Path, cli: Callable[..., Ran], key: str, value: object
+) -> None:
+    saved = read_json(checked)
+    saved["facts"][key] = value
+    checked.write_text(json.dumps(saved))
+    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1)
 
 
 def test_all_saved_checks_that_failed_are_printed_under_their_names(
@@ -407,14 +525,17 @@ def test_all_saved_checks_that_failed_are_printed_under_their_names(
         texts = zip(["", *groups[1::2]], groups[::2], strict=True)
         return [(name, re.findall(r"\[([a-z.-]+)\]$", text, re.M)) for name, text in texts if text]
 
-    bad = [(f"saved check {tmp_path / name} of model:", ["content.hash"]) for name in (names[0], names[2])]
+    bad = [
+        (f"saved check {tmp_path / name} of model:", ["content.hash", "report.elsewhere"])
+        for name in (names[0], names[2])
+    ]
     assert shown(*saved) == bad
     (copy / "generation_config.json").unlink()
     alone = shown()
     assert [name for name, _ in alone] == [""] and "side.missing" in alone[0][1]
     assert shown(*saved) == [("structure, checked now:", alone[0][1]), *bad]
     codes = [f["code"] for f in cli(*page, "--json", *saved).json()["findings"]]
-    assert sorted(codes) == sorted([*alone[0][1], "content.hash", "content.hash"])
+    assert sorted(codes) == sorted([*alone[0][1], *bad[0][1], *bad[1][1]])
 
 
 @pytest.mark.parametrize(

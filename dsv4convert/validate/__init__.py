@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
@@ -180,9 +181,14 @@ def verify_converted(
     if errors_of(report.findings) or (reference is None and read_data is None):
         skipped = ("data: there are structural errors",) if read_data is not None and report.findings else ()
         return replace(report, not_checked=(*report.not_checked, *skipped))
+    began = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     if reference is not None:
-        return _with_reference(report, checkpoint, reference, read_data, jobs, progress or _ignore)
-    return _with_hashes(report, checkpoint, read_data or 0, jobs, progress or _ignore)
+        report = _with_reference(report, checkpoint, reference, read_data, jobs, progress or _ignore)
+    else:
+        report = _with_hashes(report, checkpoint, read_data or 0, jobs, progress or _ignore)
+    return (
+        report if report.contents is None else replace(report, facts={**report.facts, "contents_at": began})
+    )
 
 
 def _ignore(count: int) -> None:

@@ -7,6 +7,7 @@ not check: that every byte of tensor data is the right one.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -113,9 +114,12 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None, seen: Survey 
     report = _report(seen, findings, tuple(checked), tuple(not_checked))
     if not manifest:
         return report
-    # Tells which conversion a saved report is about.
-    digest = hashlib.sha256((checkpoint.root / MANIFEST).read_bytes()).hexdigest()
-    return replace(report, facts={**report.facts, "manifest_sha256": digest})
+    # They tell which conversion a saved report is about, and which copy of it.
+    digests = {
+        "manifest_sha256": hashlib.sha256((checkpoint.root / MANIFEST).read_bytes()).hexdigest(),
+        "identity_sha256": hashlib.sha256(json.dumps(checkpoint.identity).encode()).hexdigest(),
+    }
+    return replace(report, facts={**report.facts, **digests})
 
 
 _MEND = "run the same `convert` command again, which makes damaged shards anew, or fetch the published file"

@@ -1,7 +1,7 @@
 """One self-contained HTML page about a conversion: what was made, what it cost, what was checked.
 
 The page loads nothing and runs nothing. Its numbers come from the manifest and say so; the same checkpoint
-and the same saved checks give the same page, which therefore carries no date.
+and the same saved checks give the same page, which therefore carries no date but those of the checks.
 """
 
 from __future__ import annotations
