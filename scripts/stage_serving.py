@@ -49,7 +49,7 @@ _LEFT_OUT = (
 
 def pack(stage: Path) -> None:
     """Download the wheels of every part and write one archive each."""
-    stage.mkdir(parents=True, exist_ok=True)
+    _make(stage)
     record = {}
     for part in PARTS:
         with TemporaryDirectory() as work:
@@ -72,6 +72,13 @@ def pack(stage: Path) -> None:
         "parts": record,
     }
     (stage / "staged.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"error: {folder}: cannot be made a directory: {error.strerror}") from None
 
 
 def _download(pins: Path, wheels: Path) -> None:
@@ -145,7 +152,7 @@ def unpack(stage: Path, work: Path, parts: list[str]) -> None:
             raise SystemExit(f"error: {archive}: is not there, or not in staged.json; carry both")
         if _sha256(archive) != record[part]["archive"]["sha256"]:
             raise SystemExit(f"error: {archive.name}: is not the archive of staged.json; carry both again")
-        target.mkdir(parents=True, exist_ok=True)
+        _make(target)
         subprocess.run(["tar", "-C", target, "-xJf", archive], check=True)
         print(f"{part}: unpacked into {target}")
 

@@ -137,6 +137,12 @@ def test_a_stage_that_cannot_be_unpacked_is_told(tmp_path: Path, argv: Callable[
     wanted = "expected the STAGE that `pack` wrote, archives beside staged.json"
     assert told(tmp_path / "nowhere", work) == f"error: {tmp_path / 'nowhere'}: is no directory: {wanted}"
     assert told(tmp_path, work) == f"error: {tmp_path}: holds no staged.json: {wanted}"
+    (tmp_path / "file").touch()
+    taken = tmp_path / "file" / "server"
+    assert told(made, tmp_path / "file") == f"error: {taken}: cannot be made a directory: Not a directory"
+    argv("pack", tmp_path / "file")
+    with pytest.raises(SystemExit, match="file: cannot be made a directory: File exists$"):
+        stage_serving.main()
     assert "client.tar.xz: is not there" in told(made, work, "client")
     for content in ("{", "[]", '{"parts": 1}'):
         (made / "staged.json").write_text(content)
