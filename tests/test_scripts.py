@@ -141,7 +141,7 @@ def test_a_stage_that_cannot_be_unpacked_is_told(tmp_path: Path, argv: Callable[
     taken = tmp_path / "file" / "server"
     assert told(made, tmp_path / "file") == f"error: {taken}: cannot be made a directory: Not a directory"
     argv("pack", tmp_path / "file")
-    with pytest.raises(SystemExit, match="file: cannot be made a directory: File exists$"):
+    with pytest.raises(SystemExit, match=r"file: cannot be made a directory: File exists$"):
         stage_serving.main()
     assert "client.tar.xz: is not there" in told(made, work, "client")
     for content in ("{", "[]", '{"parts": 1}'):
