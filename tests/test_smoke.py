@@ -189,6 +189,15 @@ def test_quick_suite_leaves_the_long_questions_out(ask: Callable[..., Smoke]) ->
     assert not names & {"long.1024", "concurrency.8", "chat.turns", "messages.tools", "chat.grammar"}
 
 
+def test_only_what_is_named_is_asked_and_the_rest_is_said_to_be_left(ask: Callable[..., Smoke]) -> None:
+    faults = ("wrong-token", "no-done")
+    found = ask(*faults, suite="quick", only=("tokens.*", "models"))
+    assert [o.name for o in found.outcomes] == ["models", "tokens.ids", "tokens.text"]
+    assert failed(found).keys() == {"tokens.ids"} and found.not_checked[0].startswith("13 other checks")
+    assert failed(ask(*faults, suite="quick")).keys() > {"tokens.ids"}
+    require("smoke", found.as_dict())
+
+
 def test_context_of_the_server_bounds_long_prompts(ask: Callable[..., Smoke]) -> None:
     # The server takes 4096 tokens, 64 of which are for the answer.
     states = {o.name: o.state for o in ask(lengths=(4032, 4033)).outcomes}
@@ -285,6 +294,16 @@ def test_command_reports_everything_together(
     assert ran.exit_code == 1 and ran.out.splitlines()[-1].startswith("FAILED: ")
     assert all(f"[{code}]" in ran.err for code in ("smoke.leak", "smoke.golden", "smoke.stream"))
     assert KEY not in ran.out + ran.err
+
+
+def test_a_name_that_no_check_has_is_refused(server: FakeChat, cli: Callable[..., Ran], key: Path) -> None:
+    arguments = ("smoke", server.url, "--api-key-file", key, "--only")
+    ran = cli(*arguments, "acces.*")
+    assert ran.exit_code == 2 and "access.none" in ran.err and "'acces.*'" in ran.err
+    ran = cli(*arguments, "access.*")
+    assert ran.exit_code == 0
+    assert ran.out.splitlines()[-1] == "passed: 3 passed; 0 errors, 0 warnings"
+    assert "  NOT checked  14 other checks of this suite: without `--only`" in ran.out
 
 
 def test_server_without_a_key(cli: Callable[..., Ran]) -> None:

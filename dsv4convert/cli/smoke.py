@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -85,6 +86,12 @@ def bypass_proxy(url: str) -> None:
     "`vision` asks about pictures instead.",
 )
 @click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only the checks of the suite with such names, as `'tokens.*'`; repeatable.",
+)
+@click.option(
     "--tool-choice",
     type=click.Choice(["auto", "required"]),
     default="auto",
@@ -142,13 +149,14 @@ def smoke(
     """
     from dsv4convert.smoke.checks import Scene, Terms
     from dsv4convert.smoke.server import LIBRARIES, PICTURE_LIBRARY, open_server, require_libraries
-    from dsv4convert.smoke.suite import run_suite
+    from dsv4convert.smoke.suite import names, run_suite
 
     require_libraries((*LIBRARIES, PICTURE_LIBRARY) if suite == "vision" else ())
     bypass_proxy(url)
     known = _golden(golden)
     chosen = Terms(
         suite=suite,
+        only=terms["only"],
         choice=terms["tool_choice"],
         lengths=terms["lengths"] or Terms().lengths,
         tie=Terms().tie if terms["tie"] is None else terms["tie"],
@@ -161,6 +169,7 @@ def smoke(
     )
     key = read_key_file(api_key_file)
     with open_server(url, key, timeout) as server, Scene.of(server, chosen) as scene:
+        _require_names(names(scene), chosen.only, suite)
         shell.say(f"{url}: {printable(server.model)}, suite {suite}")
         found = run_suite(scene, lambda outcome: shell.say(_line(outcome)))
     if shell.json:
@@ -172,6 +181,14 @@ def smoke(
     if found.lost:
         raise SystemExit(int(Exit.ENVIRONMENT))
     raise SystemExit(int(Exit.CLEAN if found.ok(strict=strict) else Exit.FINDINGS))
+
+
+def _require_names(known: Sequence[str], only: tuple[str, ...], suite: str) -> None:
+    """A pattern that no check is called by would be a run that proves nothing."""
+    for pattern in only:
+        if not fnmatch.filter(known, pattern):
+            expected = f"expected some of the suite {suite}: {', '.join(known)}"
+            raise click.BadParameter(f"{expected}; got {printable(pattern)!r}", param_hint="--only")
 
 
 def _golden(path: Path | None) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ class Terms:
 
     Attributes:
         suite: Which checks: ``quick``, ``full``, or ``vision``.
+        only: Patterns of names, as of a shell; checks of the suite with other names are left out. None: all.
         choice: ``tool_choice`` of the tool loop: ``auto`` or ``required``.
         lengths: Lengths of long prompts in tokens.
         concurrency: Numbers of requests at once.
@@ -47,6 +48,7 @@ class Terms:
     """
 
     suite: Suite = "quick"
+    only: tuple[str, ...] = ()
     choice: str = "auto"
     lengths: tuple[int, ...] = (8192, 32768)
     concurrency: tuple[int, ...] = (1, 4, 8)

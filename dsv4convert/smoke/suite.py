@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,19 +35,22 @@ class Smoke:
     Attributes:
         server: Who was asked.
         suite: ``quick``, ``full`` or ``vision``.
-        outcomes: Every check, in order.
+        outcomes: Every check that was chosen, in order.
+        left: How many checks of the suite were not chosen.
         lost: Why no more was asked, if the server stopped answering.
     """
 
     server: Server
     suite: str
     outcomes: tuple[Outcome, ...]
+    left: int = 0
     lost: Finding | None = None
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """What no suite looks at, and what this one leaves to another."""
-        return (_OTHER_SUITES["vision" if self.suite == "vision" else "text"], *NOT_CHECKED)
+        """What no suite looks at, what this one leaves to another, and what was not chosen of it."""
+        rest = (f"{self.left} other checks of this suite: without `--only`",) if self.left else ()
+        return (*rest, _OTHER_SUITES["vision" if self.suite == "vision" else "text"], *NOT_CHECKED)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -86,7 +90,7 @@ class Smoke:
 
 
 def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outcome: None) -> Smoke:
-    """Ask everything; a check that fails stops no other, a server that has gone stops all.
+    """Ask everything that is chosen; a check that fails stops no other, a server that has gone stops all.
 
     Args:
         scene: Who is asked, and what.
@@ -94,14 +98,25 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
     """
     outcomes: list[Outcome] = []
     lost = None
-    for check in _checks(scene):
+    checks = list(_checks(scene))
+    chosen = [check for check in checks if _is_chosen(check.name, scene.terms.only)]
+    for check in chosen:
         if lost:
             outcome = Outcome(check.name, check.asserts, "not run", "the server had stopped answering")
         else:
             outcome, lost = _run(scene.server, check)
         outcomes.append(outcome)
         on_outcome(outcome)
-    return Smoke(scene.server, scene.terms.suite, tuple(outcomes), lost)
+    return Smoke(scene.server, scene.terms.suite, tuple(outcomes), len(checks) - len(chosen), lost)
+
+
+def names(scene: Scene) -> list[str]:
+    """Return the names of all checks of the suite, in order."""
+    return [check.name for check in _checks(scene)]
+
+
+def _is_chosen(name: str, only: tuple[str, ...]) -> bool:
+    return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only)
 
 
 def _checks(scene: Scene) -> Iterator[Check]:
