@@ -25,14 +25,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from serving_checkpoints import CHECKPOINTS, golden_words, prepare
+from serving_runs import RUNS, Run, chosen
 
 HOME = Path(__file__).resolve().parent.parent
 CLI = (sys.executable, "-m", "dsv4convert")
@@ -47,66 +47,6 @@ STAGGER = 12
 _JUDGED = ("--api-key-file", "key", "--random-weights")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One server.
-
-    Attributes:
-        layout: One of `CHECKPOINTS`.
-        draft: Speculate with the DSpark draft.
-        graph: Decode with CUDA graphs.
-        chunk: Tokens of a prefill step; -1 for whole prompts.
-        tp: Tensor-parallel size.
-        switch: Name of what `variables` and `extra` switch on.
-        variables: More environment variables, as NAME=VALUE.
-        extra: More arguments of SGLang.
-    """
-
-    layout: str
-    draft: bool = False
-    graph: bool = True
-    chunk: int = -1
-    tp: int = 1
-    switch: str = ""
-    variables: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the name, such as ``int8-dspark-eager-1024``; one GPU and no switch are not named."""
-        parts = [self.layout, "dspark" if self.draft else "base", "graph" if self.graph else "eager"]
-        parts.append("whole" if self.chunk < 0 else str(self.chunk))
-        return "-".join([*parts, *([f"tp{self.tp}"] if self.tp > 1 else []), *filter(None, [self.switch])])
-
-    @property
-    def is_full(self) -> bool:
-        """Tell whether the whole suite and the load are run, and not only the golden tokens."""
-        pictures = CHECKPOINTS[self.layout].pictures
-        return bool(pictures) or (self.graph and self.chunk < 0 and not self.switch)
-
-
-_KINDS = tuple(product(("int8", "mxfp4"), (False, True), (True, False), (-1, 1024)))
-_WIDE = ("int8wide", "mxfp4wide")
-_SWITCHES = (
-    ("poison", ("DSV4_SM80_POISON=1",)),
-    # Prompts are short here: every step is split.
-    ("parallel", ("DSV4_SM80_PARALLEL_INDEXER=1", "DSV4_SM80_PARALLEL_INDEXER_FROM=1")),
-)
-RUNS = (
-    Run("foreseen", draft=True),
-    *(Run(*kind) for kind in _KINDS),
-    *(Run(*kind, tp=2) for kind in _KINDS),
-    *(
-        Run("int8", draft, tp=2, switch=switch, variables=variables)
-        for draft in (False, True)
-        for switch, variables in _SWITCHES
-    ),
-    *(Run(layout, draft, tp=tp) for tp, layout, draft in product((4, 8), _WIDE, (False, True))),
-    *(Run("vision", draft, chunk=chunk) for draft in (False, True) for chunk in (-1, 1024, 8192)),
-    Run("vision", chunk=1024, switch="no-radix", extra=("--disable-radix-cache",)),
-)
-
-
 @dataclass
 class Machine:
     """Paths, environments and cards of this machine.
@@ -118,6 +58,7 @@ class Machine:
         native: Let Triton and TileLang compile for the card at hand instead of SM80.
         one_card: All ranks of a server run on the first card.
         goldens: What `probe` says about the checkpoints.
+        interrupted: No more servers are to be started.
     """
 
     work: Path
@@ -126,6 +67,7 @@ class Machine:
     native: bool
     one_card: bool = False
     goldens: Path = Path()
+    interrupted: threading.Event = field(default_factory=threading.Event)
     rooms: list[threading.Semaphore] = field(init=False)
     starting: list[threading.Lock] = field(init=False)
 
@@ -222,6 +164,8 @@ def _cards(machine: Machine, run: Run, number: int) -> Iterator[range]:
     with ExitStack() as held:
         for card in cards:
             held.enter_context(machine.rooms[card])
+        if machine.interrupted.is_set():
+            raise RuntimeError("interrupted before its start")
         yield cards
 
 
@@ -286,10 +230,14 @@ def _smoke(machine: Machine, run: Run, url: str) -> int:
 
 
 def _goldens(machine: Machine, run: Run, url: str) -> dict[str, dict[str, Any]]:
-    """Compare the tokens of every golden file, all at once: batches change, and the tokens must not."""
+    """Compare the tokens of every golden file, all at once: batches change, and the tokens must not.
+
+    The quick suite around them makes more traffic; ranks on one card would take minutes for it.
+    """
 
     def compare(golden: str) -> tuple[str, dict[str, Any]]:
-        words = (*_JUDGED, *golden_words(run.layout, golden, machine.goldens), "--json")
+        words = [*_JUDGED, *golden_words(run.layout, golden, machine.goldens), "--json"]
+        words += ["--only", "tokens.*"] if machine.one_card else []
         status, out = ask(machine, f"{run.name}-golden-{golden}", "client", "smoke", url, *words)
         checks = json.loads(out).get("checks", []) if out.startswith("{") else []
         facts = next((check["facts"] for check in checks if check["name"] == "tokens.ids"), {})
@@ -348,32 +296,43 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _chosen(names: Sequence[str] | None, gpus: int, one_card: bool) -> list[Run]:
-    """Return the runs of these names, each once and in order; without names, all that the cards are for."""
-    if not names:
-        return [run for run in RUNS if (run.tp > 1 if one_card else run.tp <= gpus)]
-    named = {run.name: run for run in RUNS}
-    return [named[name] for name in dict.fromkeys(names)]
-
-
 def main() -> int:
     """Run the script."""
     arguments = _arguments()
     places = arguments.work.resolve(), arguments.out.resolve()
     machine = Machine(*places, arguments.gpus, arguments.native, arguments.one_card)
     for folder in (machine.work, machine.out):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected = f"expected a directory, or a place for one: {error.strerror}"
+            raise SystemExit(f"error: {folder}: {expected}") from None
     if not (machine.work / "key").exists():
         machine.command("keygen", "keygen", "key")
-    runs = _chosen(arguments.run, machine.gpus, machine.one_card)
+    runs = chosen(arguments.run, machine.gpus, machine.one_card)
     layouts = [run.layout for run in runs]
     earlier = arguments.goldens and arguments.goldens.resolve()
     machine.goldens = prepare(machine.command, machine.work, layouts, earlier)
-    with ThreadPoolExecutor(SHARING * machine.gpus) as pool:
-        results = list(pool.map(lambda job: validate(machine, job[1], job[0]), enumerate(runs)))
+    results = _validate_all(machine, runs)
     (machine.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(f"{sum(r['ok'] for r in results)} of {len(results)} runs passed")
+    if machine.interrupted.is_set():
+        return 128 + signal.SIGINT
     return 0 if all(r["ok"] for r in results) else 1
+
+
+def _validate_all(machine: Machine, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Validate runs beside each other; after an interrupt those that serve end, and no other starts."""
+    with ThreadPoolExecutor(SHARING * machine.gpus) as pool:
+        jobs: list[Future[dict[str, Any]]] = []
+        try:
+            for number, run in enumerate(runs):
+                jobs.append(pool.submit(validate, machine, run, number))
+            wait(jobs)
+        except KeyboardInterrupt:
+            machine.interrupted.set()
+            wait(jobs)
+    return [job.result() for job in jobs]
 
 
 if __name__ == "__main__":

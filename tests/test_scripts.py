@@ -6,10 +6,13 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -215,13 +218,13 @@ def test_named_runs_start_once_each_in_their_order() -> None:
     import validate_serving
 
     last, first = validate_serving.RUNS[-1].name, validate_serving.RUNS[0].name
-    chosen = validate_serving._chosen([last, first, last], 1, False)
+    chosen = validate_serving.chosen([last, first, last], 1, False)
     assert [run.name for run in chosen] == [last, first]
-    assert validate_serving._chosen(None, 8, False) == list(validate_serving.RUNS)
-    alone = validate_serving._chosen(None, 1, False)
+    assert validate_serving.chosen(None, 8, False) == list(validate_serving.RUNS)
+    alone = validate_serving.chosen(None, 1, False)
     assert alone == [run for run in validate_serving.RUNS if "-tp" not in run.name]
-    assert {run.tp for run in validate_serving._chosen(None, 2, False)} == {1, 2}
-    shared = validate_serving._chosen(None, 1, True)
+    assert {run.tp for run in validate_serving.chosen(None, 2, False)} == {1, 2}
+    shared = validate_serving.chosen(None, 1, True)
     assert {run.tp for run in shared} == {2, 4, 8}
     assert len(alone) + len(shared) == len(validate_serving.RUNS)
 
@@ -248,6 +251,47 @@ def test_a_working_directory_is_made(
     )
     with pytest.raises(SystemExit, match="reached"):
         validate_serving.main()
+
+
+def test_a_working_directory_that_is_a_file_gets_a_sentence(
+    tmp_path: Path, argv: Callable[..., None]
+) -> None:
+    import validate_serving
+
+    (tmp_path / "file").touch()
+    for words in ((tmp_path / "file", tmp_path / "out"), (tmp_path / "work", tmp_path / "file" / "out")):
+        argv(*words)
+        with pytest.raises(SystemExit, match=r"^error: .*/file\S*: expected a directory"):
+            validate_serving.main()
+
+
+def test_after_an_interrupt_no_server_starts_and_what_was_found_is_kept(
+    tmp_path: Path, argv: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import validate_serving
+
+    started: list[str] = []
+
+    @contextmanager
+    def server(machine: validate_serving.Machine, run: validate_serving.Run, *_: object) -> Iterator[str]:
+        started.append(run.name)
+        # When all are in the queue.
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert machine.interrupted.wait(30)
+        raise RuntimeError("ended by the same signal")
+        yield ""
+
+    monkeypatch.setattr(validate_serving, "_server", server)
+    monkeypatch.setattr(validate_serving, "prepare", lambda *_: tmp_path)
+    monkeypatch.setattr(validate_serving.Machine, "command", lambda *_: 0)
+    argv(tmp_path / "work", tmp_path / "out", "--one-card")
+    assert validate_serving.main() == 130
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(started) == 1 and not any(result["ok"] for result in results)
+    errors = {result["name"]: result["error"] for result in results}
+    assert "ended by the same signal" in errors.pop(started[0])
+    assert len(errors) > 10 and all("interrupted before its start" in error for error in errors.values())
 
 
 def test_prompts_are_as_long_as_they_say_and_hold_no_marker() -> None:
