@@ -206,9 +206,13 @@ DEFAULT: Table = {
 
 
 # The same card and code; 2026-11-30. Two tiles and the queries take 81 KiB either way: exactly two blocks fit
-# one multiprocessor of an A100. One warp scores a page: sums over heads stay inside it, no block waits for
-# itself.
-ATTENTION = (AttentionPlan(0, split=Walk(1, 3, 2), whole=Walk(2, 2, 4), blocks=2),)
+# one multiprocessor of an A100. Few tokens have too few tiles for that: more splits would be more to join.
+# One warp scores a page: sums over heads stay inside it, no block waits for itself.
+_SPLIT, _WHOLE = Walk(1, 3, 2), Walk(2, 2, 4)
+ATTENTION = (
+    AttentionPlan(32, split=_SPLIT, whole=_WHOLE, blocks=1),
+    AttentionPlan(0, split=_SPLIT, whole=_WHOLE, blocks=2),
+)
 SCORES = (ScoresPlan(0, warps=1, stages=3, pages=16, blocks=8),)
 
 

@@ -59,10 +59,10 @@ def test_plan_keeps_what_its_kernels_need(plan: Plan) -> None:
     assert plan.columns % (8 * digits) == 0 or plan.columns == 8
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64, 512, 4096, 10**6])
-def test_attention_and_scores_are_shipped_with_one_plan_for_any_number(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (8, 1), (32, 1), (33, 2), (4096, 2), (10**6, 2)])
+def test_shipped_attention_and_scores_take_any_number_of_tokens(tokens: int, blocks: int) -> None:
     plan = choose_attention(tokens)
-    assert (plan.split, plan.whole, plan.blocks) == (Walk(1, 3, 2), Walk(2, 2, 4), 2)
+    assert (plan.split, plan.whole, plan.blocks) == (Walk(1, 3, 2), Walk(2, 2, 4), blocks)
     scores = choose_scores(tokens)
     assert (scores.warps, scores.stages, scores.pages, scores.blocks) == (1, 3, 16, 8)
 

@@ -147,7 +147,8 @@ def test_one_command_measures_all_three_and_its_file_is_whole_at_every_step(
     monkeypatch.setattr(tune_attention, "tune_scores", lambda: scores)
 
     tune.main([str(path), "--intermediate", "512", "256", "--tokens", "8", "4", "4"])
-    assert steps == [([512], 1, 1), ([256, 512], 1, 1), ([256, 512], 2, 1), ([256, 512], 2, 1)]
+    shipped = len(tune_attention.ATTENTION), 1
+    assert steps == [([512], *shipped), ([256, 512], *shipped), ([256, 512], 2, 1), ([256, 512], 2, 1)]
     found = table_file.read(path)
     auto = (Plan(4, "w4a16", 8, tile, tile), Plan(0, "w4a8", 8, tile, tile))
     assert found.experts[256]["auto"] == found.experts[512]["auto"] == auto
