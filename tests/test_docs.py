@@ -152,6 +152,7 @@ OPTIONS_OF_OTHERS = {
     "--local-dir",
     "--log-level",
     "--nccl-port",
+    "--one-card",
     "--no-deps",
     "--quantization",
     "--revision",
