@@ -66,11 +66,11 @@ demo: $(VENV)/.package
 	$(call step,original $(DEMO)/official)
 	$(call step,plan $(DEMO)/official)
 	$(call step,convert $(DEMO)/official $(DEMO)/int8 --experts int8)
-	$(call step,converted $(DEMO)/int8 --reference $(DEMO)/official --read-data)
+	$(call step,converted $(DEMO)/int8 --reference $(DEMO)/official --read-data --save $(DEMO)/int8-check.json)
 	$(call step,convert $(DEMO)/official $(DEMO)/mxfp4 --experts mxfp4)
 	$(call step,converted $(DEMO)/mxfp4 --reference $(DEMO)/official --read-data)
 	$(call step,probe $(DEMO)/int8 --ids 11$(comma)42$(comma)7$(comma)300 --tokens 4 --reference $(DEMO)/official --golden $(DEMO)/int8-golden.json)
-	$(call step,report $(DEMO)/int8 --golden $(DEMO)/int8-golden.json -o $(DEMO)/int8-report.html)
+	$(call step,report $(DEMO)/int8 --reference-report $(DEMO)/int8-check.json --golden $(DEMO)/int8-golden.json -o $(DEMO)/int8-report.html)
 	@printf '\nThe source, both results and the report lie in $(DEMO)/: official, int8, mxfp4, int8-report.html.\n'
 
 lint: $(VENV)/.tools

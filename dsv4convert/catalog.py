@@ -177,9 +177,9 @@ CATALOG: Mapping[str, Kind] = {
     "online.unknown-revision": Kind("error", "The Hub does not have this repository or commit, or its commit is not known here.", "name both with `--repo REPO@COMMIT`"),
     # A report page.
     "report.no-manifest": Kind("error", "There is no `dsv4convert.json`, so nothing tells what the conversion did.", "convert with this tool; `dsv4convert converted` checks checkpoints of other origin"),
-    "report.not-json": Kind("error", "A file passed as a saved check is not the output of `converted --json`.", "save one with `dsv4convert converted DST ... --json > check.json`"),
-    "report.other": Kind("error", "A saved check is about another checkpoint.", "run `dsv4convert converted DST ... --json > check.json` on this checkpoint"),
-    "report.elsewhere": Kind("warning", "A saved check compared the contents of other files than those here, of these before they changed, or does not say of which.", "run `dsv4convert converted DST ... --read-data --json > check.json` on these files"),
+    "report.not-json": Kind("error", "A file passed as a saved check is not what `converted --save` writes.", "save one with `dsv4convert converted DST ... --save check.json`"),
+    "report.other": Kind("error", "A saved check is about another checkpoint.", "run `dsv4convert converted DST ... --save check.json` on this checkpoint"),
+    "report.elsewhere": Kind("warning", "A saved check compared the contents of other files than those here, of these before they changed, or does not say of which.", "run `dsv4convert converted DST ... --read-data --save check.json` on these files"),
     # Running the model.
     "probe.unsupported": Kind("error", "The reference model does not run this release.", "the V4 family runs: V4-Flash, -0731, -DSpark, -Vision-Exp, V4-Pro and derivatives; `dsv4convert converted --reference` checks every release"),
     "probe.no-tokenizer": Kind("error", "There is no `tokenizer.json`, so no text can be encoded.", "pass token ids with `--ids`, or copy the file from the source"),

@@ -714,3 +714,14 @@ def test_numbers_read_as_people_write_them() -> None:
         *("7", "950", "1.2k", "13k", "5M", "7G"),
     ]
     assert [heat_class(v) for v in (0, 1e-12, 1e-5, 2e-4, 3e-4, 9e-3, 1)] == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_check_is_saved_beside_its_text(copy: Path, cli: Callable[..., Ran], tmp_path: Path) -> None:
+    ran = cli("converted", copy, "--read-data", "--save", tmp_path / "check.json")
+    assert ran.exit_code == 0 and ran.out.endswith("contents verified\n")
+    shown = cli("converted", copy, "--read-data", "--json").json()
+    saved = read_json(tmp_path / "check.json")
+    assert saved["facts"].pop("contents_at") <= shown["facts"].pop("contents_at") and saved == shown
+    _damage(copy)
+    ran = cli("converted", copy, "--read-data", "--save", tmp_path / "check.json")
+    assert ran.exit_code == 1 and not read_json(tmp_path / "check.json")["ok"]

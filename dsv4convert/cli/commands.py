@@ -17,7 +17,14 @@ from dsv4convert.cli.expect import expect_option, with_expectations
 from dsv4convert.cli.limits import device_option, limit_options
 from dsv4convert.cli.memory import memory_options
 from dsv4convert.cli.progress import LazyProgress, gigabytes, progress
-from dsv4convert.cli.shell import EXIT_HELP, Commands, Shell, command_options, version_block
+from dsv4convert.cli.shell import (
+    EXIT_HELP,
+    Commands,
+    Shell,
+    command_options,
+    output_file,
+    version_block,
+)
 from dsv4convert.errors import Exit, errors_of
 from dsv4convert.memory import Demand
 from dsv4convert.names import Layout
@@ -296,6 +303,12 @@ def finalize(
 @click.option(
     "--tp", type=click.IntRange(1, 1024), help="Tensor-parallel size whose splits must fall on block borders."
 )
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.json",
+    help="Write the JSON form there, too: `report --reference-report` shows it.",
+)
 @expect_option
 @_jobs("Worker processes for --read-data.")
 @_strict
@@ -306,6 +319,7 @@ def converted(
     reference: Path | None,
     read_data: float | None,
     tp: int | None,
+    save: Path | None,
     expect: Mapping[str, int | str],
     jobs: int | None,
     strict: bool,
@@ -313,7 +327,9 @@ def converted(
     """Validate a converted checkpoint in DST: structure, config, manifest; contents on request."""
     from dsv4convert.checkpoint import open_checkpoint
     from dsv4convert.validate import verify_converted
+    from dsv4convert.writer import write_bytes
 
+    target = output_file(save, "--save", dst, reference) if save else None
     checkpoint = open_checkpoint(dst)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     quiet = shell.quiet or read_data is None
@@ -327,7 +343,11 @@ def converted(
             jobs=_default_jobs(jobs),
             progress=bar,
         )
-    shell.report(with_expectations(report, expect), strict)
+    report = with_expectations(report, expect)
+    if target:
+        text = json.dumps(report.as_dict(strict=strict), indent=1) + "\n"
+        write_bytes(target, target.parent, text.encode())
+    shell.report(report, strict)
 
 
 def _parse_part(text: str | None) -> tuple[int, int] | None:

@@ -97,12 +97,7 @@ def probe(shell: Shell, dst: Path, golden: Path | None, reference: Path | None, 
     if reference is not None and reference.resolve() == dst.resolve():
         raise click.UsageError("--reference is DST itself: name the checkpoint it was made from")
     place = golden or Path(f"{dst.resolve().name}-golden.json")
-    for checkpoint in filter(None, (dst, reference)):
-        if place.resolve().is_relative_to(checkpoint.resolve()):
-            raise click.UsageError(
-                f"{place.name} would lie in {checkpoint}: name another place with --golden"
-            )
-    target = output_file(place, "--golden")
+    target = output_file(place, "--golden", dst, reference)
     from dsv4convert.probe import probe as run_probe
 
     with _Layers(shell.quiet) as layers:

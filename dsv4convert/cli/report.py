@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     multiple=True,
     metavar="FILE.json",
-    help="Show a check of DST saved by `converted --json`; repeatable.",
+    help="Show a check of DST saved by `converted --save`; repeatable.",
 )
 @click.option(
     "--golden",
@@ -56,7 +56,7 @@ def report(
     if golden is None and beside.is_file():
         shell.say(f"showing {beside}")
         golden = beside
-    target = output_file(output or Path(f"{dst.resolve().name}-report.html"), "--output")
+    target = output_file(output or Path(f"{dst.resolve().name}-report.html"), "--output", dst)
     page = make_page(dst, saved, golden)
     data = page.html.encode()
     write_bytes(target, target.parent, data)

@@ -145,15 +145,20 @@ def _usage_as_json(as_json: bool) -> Iterator[None]:
         raise  # click says it on stderr and exits with 2.
 
 
-def output_file(path: Path, option: str) -> Path:
+def output_file(path: Path, option: str, *checkpoints: Path | None) -> Path:
     """Return where a result goes, absolute; refuse before the work begins what could not be written after it.
 
     Raises:
-        click.UsageError: the place is something else than a regular file, which a rename would replace.
+        click.UsageError: the place is something else than a regular file, which a rename would replace, or
+            it lies in one of `checkpoints`, whose files it could replace and whose checks it would disturb.
         EnvironmentFault: its directory is missing or read-only.
     """
     target = path.absolute()
     shown = printable(os.fspath(path))
+    for checkpoint in filter(None, checkpoints):
+        if path.resolve().is_relative_to(checkpoint.resolve()):
+            inside = printable(os.fspath(checkpoint))
+            raise click.UsageError(f"{option}: `{shown}` would lie in {inside}: name another place")
     if target.is_dir() or (target.exists() and not target.is_file()):
         raise click.UsageError(f"{option}: `{shown}` is not a file: name another place")
     directory = target.parent

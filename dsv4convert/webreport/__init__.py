@@ -37,7 +37,7 @@ def make_page(path: str | os.PathLike[str], saved: Iterable[Path] = (), golden: 
 
     Args:
         path: A checkpoint that `convert` has finished.
-        saved: Files with the output of ``converted --json`` on the same checkpoint.
+        saved: Files that ``converted --save`` wrote about the same checkpoint.
         golden: A file that `probe` wrote about it.
 
     Raises:

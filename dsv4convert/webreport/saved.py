@@ -1,4 +1,4 @@
-"""Saved checks: the output of `converted --json`, read back, for a page that shows what was verified."""
+"""Saved checks: what `converted --save` wrote, read back, for a page that shows what was verified."""
 
 from __future__ import annotations
 

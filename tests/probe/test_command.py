@@ -414,19 +414,34 @@ def test_a_golden_file_of_another_checkpoint_is_refused(
 
 # ---- where results go
 
+#: Command -> what asks it to write a file, whose name comes next.
+WRITES = {"probe": ("--ids", "1", "--golden"), "report": ("-o",), "converted": ("--save",)}
+
 
 @pytest.mark.parametrize("place", ["pipe", "folder", "missing/x.json"])
-@pytest.mark.parametrize("command", ["probe", "report"])
+@pytest.mark.parametrize("command", ["probe", "report", "converted"])
 def test_a_place_that_cannot_take_a_file_is_refused_first(
     cli: Cli, trio: dict[str, Path], command: str, place: str
 ) -> None:
     """A pipe, like a device, would be replaced by the rename that makes writing safe."""
     os.mkfifo("pipe")
     Path("folder").mkdir()
-    options = ("--ids", "1", "--golden", place) if command == "probe" else ("-o", place)
-    ran = cli(command, trio["int8"], *options)
+    ran = cli(command, trio["int8"], *WRITES[command], place)
     assert ran.exit_code == (4 if "/" in place else 2) and place in ran.err
     assert stat.S_ISFIFO(os.stat("pipe").st_mode) and sorted(os.listdir()) == ["folder", "pipe"]
+
+
+@pytest.mark.parametrize("command", WRITES)
+@pytest.mark.parametrize("name", ["dsv4convert.json", "new.json"])
+def test_no_result_is_written_into_a_checkpoint(cli: Cli, copy: Copy, command: str, name: str) -> None:
+    """It would replace a file of it, or be one that the manifest does not know."""
+    root = copy("int8")
+    before = {path.name: path.stat() for path in root.iterdir()}
+    ran = cli(command, root, *WRITES[command], root / name)
+    assert ran.exit_code == 2 and f"{name}` would lie in" in ran.err
+    assert {path.name: path.stat() for path in root.iterdir()} == before
+    beside = root.parent / f"{root.name}-{name}"
+    assert cli(command, root, *WRITES[command], beside).exit_code == 0 and beside.is_file()
 
 
 def test_an_older_golden_file_is_replaced_or_set_aside(cli: Cli, copy: Copy) -> None:
