@@ -7,12 +7,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -422,6 +424,20 @@ def _changed(root: Path) -> Path:
     return root
 
 
+def _overwritten(root: Path) -> Path:
+    """Put a damaged shard over a checked one as `cp -p` does: same inode, size and modification time."""
+    shard = sorted(root.glob("*.safetensors"))[-1]
+    before = shard.stat()
+    other = Path(shutil.copytree(root, root.parent / "damaged"))
+    _damage(other)
+    os.utime(other / shard.name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    subprocess.run(["cp", "-p", other / shard.name, shard], check=True)
+    after = shard.stat()
+    known = ("st_ino", "st_dev", "st_size", "st_mtime_ns")
+    assert [getattr(after, key) for key in known] == [getattr(before, key) for key in known]
+    return root
+
+
 def _renamed(root: Path) -> Path:
     return root.rename(root.parent / "renamed")
 
@@ -431,7 +447,13 @@ def _touched(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("change", [_copied, _changed])
+def _read(root: Path) -> Path:
+    """Copy from the checked files: reading leaves them what they were."""
+    shutil.copytree(root, root.parent / "copied")
+    return root
+
+
+@pytest.mark.parametrize("change", [_copied, _changed, _overwritten])
 def test_check_of_other_files_verifies_nothing_here(
     copy: Path, checked: Path, cli: Callable[..., Ran], change: Callable[[Path], Path]
 ) -> None:
@@ -453,7 +475,7 @@ def _when(saved: Path) -> str:
     return f"{date} {time[:5]} UTC"
 
 
-@pytest.mark.parametrize("change", [_renamed, _touched])
+@pytest.mark.parametrize("change", [_renamed, _touched, _read])
 def test_check_of_these_files_counts_under_another_name(
     copy: Path, checked: Path, cli: Callable[..., Ran], change: Callable[[Path], Path]
 ) -> None:
@@ -461,6 +483,41 @@ def test_check_of_these_files_counts_under_another_name(
     ran = cli("report", root, "-o", target, "--reference-report", checked)
     assert (ran.exit_code, ran.err) == (0, "")
     assert ran.out.endswith(f"; contents verified (check of model, {_when(checked)})\n")
+
+
+def test_equal_inode_numbers_of_another_file_system_are_other_files(
+    copy: Path, checked: Path, cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two freshly filled file systems number their files alike; `cp -a` sets the times back."""
+    stat, moved = os.stat, 0
+
+    def elsewhere(path: Any, **options: Any) -> Any:
+        status = stat(path, **options)
+        if not str(path).endswith(".safetensors"):
+            return status
+        fields = {key: getattr(status, key) for key in dir(status) if key.startswith("st_")}
+        return SimpleNamespace(**fields | {"st_dev": status.st_dev + moved})
+
+    monkeypatch.setattr(os, "stat", elsewhere)
+    page = ("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    assert "; contents verified (check of model" in cli(*page).out
+    moved = 1
+    ran = cli(*page)
+    assert ran.out.endswith("; structure OK, contents not verified\n") and "[report.elsewhere]" in ran.err
+
+
+@pytest.mark.parametrize("change", [lambda shard: shard.chmod(0o600), lambda shard: os.link(shard, "link")])
+def test_harmless_change_of_status_is_only_a_warning(
+    copy: Path,
+    checked: Path,
+    cli: Callable[..., Ran],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], object],
+) -> None:
+    monkeypatch.chdir(copy.parent)
+    change(sorted(copy.glob("*.safetensors"))[0])
+    ran = cli("report", copy, "-o", "page.html", "--reference-report", checked)
+    assert (ran.exit_code, ran.err.count("[report.elsewhere]")) == (0, 1)
 
 
 def test_check_that_does_not_say_of_which_files_it_is_can_be_read(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 
 from dsv4convert.catalog import CATALOG
 from dsv4convert.checkpoint import Checkpoint
-from dsv4convert.errors import Finding, encodable, errors_of, finding
+from dsv4convert.errors import EnvironmentFault, Finding, encodable, errors_of, finding
+from dsv4convert.files import printable
 from dsv4convert.formats.spec import PACKING, ROUNDING
 from dsv4convert.handoff import (
     SECTION,
@@ -117,9 +119,27 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None, seen: Survey 
     # They tell which conversion a saved report is about, and which copy of it.
     digests = {
         "manifest_sha256": hashlib.sha256((checkpoint.root / MANIFEST).read_bytes()).hexdigest(),
-        "identity_sha256": hashlib.sha256(json.dumps(checkpoint.identity).encode()).hexdigest(),
+        "identity_sha256": _identity_digest(checkpoint),
     }
     return replace(report, facts={**report.facts, **digests})
+
+
+def _identity_digest(checkpoint: Checkpoint) -> str:
+    """Return what changes with every write to a shard and differs in every copy.
+
+    `Checkpoint.identity` does for a resumed conversion, which wrote the files itself. Here a file may have been
+    overwritten in place with its time set back (`cp -p`), which only the time of the last status change shows,
+    or lie on another file system, whose inode numbers may be the same.
+    """
+    rows = []
+    for shard in sorted(checkpoint.shards.values(), key=lambda s: s.name):
+        try:
+            now = os.stat(shard.path)
+        except OSError as error:
+            problem = f"cannot be read any more: {error.strerror}"
+            raise EnvironmentFault(finding("file.unreadable", printable(shard.name), problem)) from None
+        rows.append([shard.name, now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_dev, now.st_ino])
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 _MEND = "run the same `convert` command again, which makes damaged shards anew, or fetch the published file"
