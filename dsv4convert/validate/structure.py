@@ -127,9 +127,9 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None, seen: Survey 
 def _identity_digest(checkpoint: Checkpoint) -> str:
     """Return what changes with every write to a shard and differs in every copy.
 
-    `Checkpoint.identity` does for a resumed conversion, which wrote the files itself. Here a file may have been
-    overwritten in place with its time set back (`cp -p`), which only the time of the last status change shows,
-    or lie on another file system, whose inode numbers may be the same.
+    `Checkpoint.identity` lacks two things that matter here: a shard may have been overwritten in place and
+    its time set back (`cp -p`), which only the time of the last status change shows, or it may lie on another
+    file system, whose inode numbers are the same.
     """
     rows = []
     for shard in sorted(checkpoint.shards.values(), key=lambda s: s.name):
