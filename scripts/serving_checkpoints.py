@@ -6,10 +6,12 @@ may come from another machine: the same seeds make the same checkpoints.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,21 +115,39 @@ def prepare(command: Command, work: Path, layouts: Iterable[str], goldens: Path 
 
 
 def _make_official(command: Command, work: Path, wanted: Checkpoint) -> None:
-    if (work / wanted.source).exists():
-        return
-    command(f"synth-{wanted.source}", "synth", wanted.source, "--scale", "served", *wanted.synth)
-    if wanted.is_foreseeable:
-        change = [sys.executable, HERE / "foreseeable.py", work / wanted.source]
-        subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
-    command(f"original-{wanted.source}", "original", wanted.source)
+    with _making(work, wanted.source) as place:
+        if place is None:
+            return
+        command(f"synth-{wanted.source}", "synth", place, "--scale", "served", *wanted.synth)
+        if wanted.is_foreseeable:
+            change = [sys.executable, HERE / "foreseeable.py", work / place]
+            subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
+        command(f"original-{wanted.source}", "original", place)
 
 
 def _convert(command: Command, work: Path, layout: str) -> None:
-    if (work / layout).exists():
-        return
     wanted = CHECKPOINTS[layout]
-    command(f"convert-{layout}", "convert", wanted.source, layout, "--experts", wanted.experts)
-    command(f"converted-{layout}", "converted", layout, "--reference", wanted.source, "--read-data")
+    with _making(work, layout) as place:
+        if place is None:
+            return
+        command(f"convert-{layout}", "convert", wanted.source, place, "--experts", wanted.experts)
+        command(f"converted-{layout}", "converted", place, "--reference", wanted.source, "--read-data")
+
+
+@contextmanager
+def _making(work: Path, name: str) -> Iterator[Path | None]:
+    """Yield where to make a checkpoint, relative to `work`; None if it is there.
+
+    It gets its place when it is made and checked. What an interrupt left is made anew.
+    """
+    place = Path("unfinished") / name
+    if (work / name).exists():
+        yield None
+        return
+    shutil.rmtree(work / place, ignore_errors=True)
+    (work / place.parent).mkdir(exist_ok=True)
+    yield place
+    (work / place).rename(work / name)
 
 
 def _probe(command: Command, folder: Path, layout: str, golden: str) -> None:

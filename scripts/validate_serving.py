@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,8 @@ class Machine:
         native: Let Triton and TileLang compile for the card at hand instead of SM80.
         one_card: All ranks of a server run on the first card.
         goldens: What `probe` says about the checkpoints.
-        interrupted: No more servers are to be started.
+        interrupted: No more servers are to be started, and those that run are to end.
+        serving: All servers that were started.
     """
 
     work: Path
@@ -68,6 +69,7 @@ class Machine:
     one_card: bool = False
     goldens: Path = Path()
     interrupted: threading.Event = field(default_factory=threading.Event)
+    serving: list[subprocess.Popen[str]] = field(default_factory=list)
     rooms: list[threading.Semaphore] = field(init=False)
     starting: list[threading.Lock] = field(init=False)
 
@@ -100,6 +102,17 @@ class Machine:
         if (self.work / "server" / "flashinfer").is_dir():
             mine["SGLANG_IS_FLASHINFER_AVAILABLE"] = "0"
         return os.environ | mine
+
+    def interrupt(self, *_: object) -> None:
+        """End every server, and start none any more; a signal handler."""
+        self.interrupted.set()
+        for process in self.serving:
+            process.terminate()
+
+    def go_on(self) -> None:
+        """Raise where an interrupt ends a run: before its start, and between its parts."""
+        if self.interrupted.is_set():
+            raise RuntimeError("interrupted")
 
     def command(self, log: str, *words: object) -> int:
         """Run a command that has to succeed, as `serving_checkpoints.Command`."""
@@ -143,17 +156,31 @@ def validate(machine: Machine, run: Run, number: int) -> dict[str, Any]:
     try:
         with _cards(machine, run, number) as cards, _server(machine, run, number, cards, result) as url:
             result["goldens"] = _goldens(machine, run, url)
+            machine.go_on()
             if run.is_full and not machine.one_card:
-                result |= {"smoke": _smoke(machine, run, url), "load": _load(machine, run, url)}
-        statuses = [result.get("smoke", 0), result.get("load", {}).get("status", 0)]
-        statuses += [golden["status"] for golden in result["goldens"].values()]
-        result["ok"] = not any(statuses) and result["end"] == 128 + signal.SIGTERM and not result["left"]
+                result["smoke"] = _smoke(machine, run, url)
+                machine.go_on()
+                result["load"] = _load(machine, run, url)
+                machine.go_on()
+        result["ok"] = _is_right(result)
     except Exception as error:
         result["error"] = repr(error)
         (machine.out / f"{run.name}-error.log").write_text(traceback.format_exc(), encoding="utf-8")
     result["seconds"] = round(time.monotonic() - began)
     print(json.dumps(result), flush=True)
     return result
+
+
+def _is_right(result: dict[str, Any]) -> bool:
+    """Judge what every part of a run came to; a part that was not asked has no say."""
+    goldens = result["goldens"].values()
+    return (
+        all(not golden["status"] and golden["complete"] and not golden["wrong"] for golden in goldens)
+        and not result.get("smoke")
+        and not result.get("load", {}).get("status")
+        and result["end"] == 128 + signal.SIGTERM
+        and not result["left"]
+    )
 
 
 @contextmanager
@@ -164,8 +191,6 @@ def _cards(machine: Machine, run: Run, number: int) -> Iterator[range]:
     with ExitStack() as held:
         for card in cards:
             held.enter_context(machine.rooms[card])
-        if machine.interrupted.is_set():
-            raise RuntimeError("interrupted before its start")
         yield cards
 
 
@@ -183,12 +208,15 @@ def _server(machine: Machine, run: Run, number: int, cards: range, result: dict[
     with ExitStack() as held, (machine.out / f"{run.name}-serve.log").open("w") as errors:
         for card in cards:
             held.enter_context(machine.starting[card])
+        machine.go_on()
         process = subprocess.Popen(
             command, env=environment, cwd=machine.work, stdout=subprocess.PIPE, stderr=errors, text=True
         )
-        time.sleep(STAGGER)
-    began = time.monotonic() - STAGGER
+        machine.serving.append(process)
+        began = time.monotonic()
+        machine.interrupted.wait(STAGGER)
     try:
+        machine.go_on()
         # One line when it is ready, several when it cannot be.
         line = (process.stdout.readline() if process.stdout else "").strip()
         if not line.endswith("}"):
@@ -198,6 +226,8 @@ def _server(machine: Machine, run: Run, number: int, cards: range, result: dict[
     finally:
         process.send_signal(signal.SIGTERM)
         result["end"] = process.wait(timeout=120)
+        if process.stdout:
+            process.stdout.close()
         left = subprocess.run(["pgrep", "-fc", "--", tag], capture_output=True, text=True).stdout
         result["left"] = int(left or 0)
 
@@ -237,8 +267,9 @@ def _goldens(machine: Machine, run: Run, url: str) -> dict[str, dict[str, Any]]:
 
     def compare(golden: str) -> tuple[str, dict[str, Any]]:
         words = [*_JUDGED, *golden_words(run.layout, golden, machine.goldens), "--json"]
-        words += ["--only", "tokens.*"] if machine.one_card else []
-        status, out = ask(machine, f"{run.name}-golden-{golden}", "client", "smoke", url, *words)
+        words += ["--only", "tokens.*", "--timeout", 600] if machine.one_card else []
+        log, seconds = f"{run.name}-golden-{golden}", 3600 if machine.one_card else 900
+        status, out = ask(machine, log, "client", "smoke", url, *words, seconds=seconds)
         checks = json.loads(out).get("checks", []) if out.startswith("{") else []
         facts = next((check["facts"] for check in checks if check["name"] == "tokens.ids"), {})
         return golden, {"status": status} | facts
@@ -291,9 +322,26 @@ def _arguments() -> argparse.Namespace:
         name, tp = large[0].name, large[0].tp
         expected = f"{name} needs {tp} cards, found {arguments.gpus}"
         parser.error(f"argument --gpus: {expected}; pass --gpus {tp}, or --one-card")
-    if arguments.goldens and not arguments.goldens.is_dir():
-        parser.error(f"argument --goldens: {arguments.goldens} is no directory")
+    alone = [run.name for run in RUNS if run.name in (arguments.run or ()) and run.tp == 1]
+    if arguments.one_card and alone:
+        parser.error(f"argument --one-card: {alone[0]} has one rank: run it without")
+    if arguments.goldens:
+        missing = _missing(arguments.goldens, chosen(arguments.run, arguments.gpus, arguments.one_card))
+        if missing:
+            found = "is no directory" if not arguments.goldens.is_dir() else f"lacks {missing}"
+            parser.error(f"argument --goldens: {arguments.goldens} {found}")
     return arguments
+
+
+def _missing(folder: Path, runs: Sequence[Run]) -> str:
+    """Return the name of the first file that these runs need and a directory of golden files lacks."""
+    for run in runs:
+        for golden in CHECKPOINTS[run.layout].goldens:
+            files = [Path(word) for word in golden_words(run.layout, golden, folder) if word[:2] != "--"]
+            absent = [file.name for file in files if not file.is_file()]
+            if absent:
+                return absent[0]
+    return ""
 
 
 def main() -> int:
@@ -312,9 +360,14 @@ def main() -> int:
     runs = chosen(arguments.run, machine.gpus, machine.one_card)
     layouts = [run.layout for run in runs]
     earlier = arguments.goldens and arguments.goldens.resolve()
-    machine.goldens = prepare(machine.command, machine.work, layouts, earlier)
+    try:
+        machine.goldens = prepare(machine.command, machine.work, layouts, earlier)
+    except KeyboardInterrupt:
+        print("interrupted while checkpoints were made; run the same command again", file=sys.stderr)
+        return 128 + signal.SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, machine.interrupt)
     results = _validate_all(machine, runs)
-    (machine.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(f"{sum(r['ok'] for r in results)} of {len(results)} runs passed")
     if machine.interrupted.is_set():
         return 128 + signal.SIGINT
@@ -322,17 +375,15 @@ def main() -> int:
 
 
 def _validate_all(machine: Machine, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Validate runs beside each other; after an interrupt those that serve end, and no other starts."""
+    """Validate runs beside each other; keep what is known after each, in case that this process is killed."""
+    results: list[dict[str, Any]] = []
     with ThreadPoolExecutor(SHARING * machine.gpus) as pool:
-        jobs: list[Future[dict[str, Any]]] = []
-        try:
-            for number, run in enumerate(runs):
-                jobs.append(pool.submit(validate, machine, run, number))
-            wait(jobs)
-        except KeyboardInterrupt:
-            machine.interrupted.set()
-            wait(jobs)
-    return [job.result() for job in jobs]
+        jobs = [pool.submit(validate, machine, run, number) for number, run in enumerate(runs)]
+        for job in as_completed(jobs):
+            results.append(job.result())
+            text = json.dumps(results, indent=1) + "\n"
+            (machine.out / "results.json").write_text(text, encoding="utf-8")
+    return results
 
 
 if __name__ == "__main__":

@@ -9,18 +9,19 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Callable
+from itertools import permutations, product
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import click
 import pytest
 import torch
 
 from dsv4convert.cli import main
+from dsv4convert.runtime.contract import SITE
 from tests.conftest import Ran
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -194,6 +195,7 @@ def test_every_run_is_one_that_serve_takes(tmp_path: Path, monkeypatch: pytest.M
         (("--gpus", 0), "expected at least 1, found 0"),
         (("--run", "int8-base-graph-whole-tp2"), "needs 2 cards, found 1; pass --gpus 2, or --one-card"),
         (("--gpus", 2, "--one-card"), "not allowed with argument"),
+        (("--one-card", "--run", "int8-base-graph-whole"), "has one rank"),
         (("--goldens", "nowhere"), "nowhere is no directory"),
         (("--run", "unknown"), "invalid choice: 'unknown'"),
     ],
@@ -265,33 +267,151 @@ def test_a_working_directory_that_is_a_file_gets_a_sentence(
             validate_serving.main()
 
 
-def test_after_an_interrupt_no_server_starts_and_what_was_found_is_kept(
-    tmp_path: Path, argv: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+#: Stands for `dsv4convert`: a server that is ready at once and ends by SIGTERM, and answers of `smoke`.
+FAKE = """
+import json, signal, sys, time
+from pathlib import Path
+place = Path(sys.argv[0]).parent
+if sys.argv[1] == "serve":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print(json.dumps({"guards": []}), flush=True)
+    time.sleep(60)
+elif sys.argv[1] == "smoke":
+    if (place / "slow").exists():
+        time.sleep(3)
+    facts = {"tokens": 24, "ties": 0, "wrong": 0, "complete": True}
+    print(json.dumps({"checks": [{"name": "tokens.ids", "facts": facts}]}))
+else:
+    print(json.dumps({"loads": []}))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let `validate_serving` start a stand-in; return its directory."""
+    import validate_serving
+
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "cli.py").write_text(FAKE)
+    for name in ("work", "out"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(validate_serving, "CLI", (sys.executable, str(tmp_path / "fake" / "cli.py")))
+    monkeypatch.setattr(validate_serving, "STAGGER", 0.4)
+    return tmp_path / "fake"
+
+
+def machine_of(tmp_path: Path, one_card: bool = False) -> Any:
+    import validate_serving
+
+    return validate_serving.Machine(tmp_path / "work", tmp_path / "out", 1, False, one_card)
+
+
+@pytest.mark.parametrize("one_card", [False, True])
+@pytest.mark.usefixtures("fake")
+def test_servers_are_started_judged_and_ended(tmp_path: Path, one_card: bool) -> None:
+    import validate_serving
+
+    runs = (
+        [run for run in validate_serving.RUNS if run.tp == 2][:2] if one_card else validate_serving.RUNS[:2]
+    )
+    machine = machine_of(tmp_path, one_card)
+    results = validate_serving._validate_all(machine, runs)
+    assert [result["ok"] for result in results] == [True, True]
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
+    assert len(machine.serving) == 2 and {result["end"] for result in results} == {143}
+
+
+@pytest.mark.parametrize("one_card", [False, True])
+def test_after_an_interrupt_no_server_starts_and_those_that_run_end(
+    tmp_path: Path, fake: Path, one_card: bool
 ) -> None:
     import validate_serving
 
-    started: list[str] = []
+    (fake / "slow").touch()
+    machine = machine_of(tmp_path, one_card)
+    runs = [run for run in validate_serving.RUNS if (run.tp > 1) is one_card][:9]
+    Timer(1.0, machine.interrupt).start()
+    results = validate_serving._validate_all(machine, runs)
+    # A server every 0.4 s, and on one card one after the other.
+    assert 1 <= len(machine.serving) <= (1 if one_card else 3) and len(results) == 9
+    assert not any(result["ok"] for result in results)
+    assert {result["error"] for result in results} == {"RuntimeError('interrupted')"}
+    # One that was only just started does not know the signal yet.
+    assert {process.poll() for process in machine.serving} <= {143, -signal.SIGTERM}
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
 
-    @contextmanager
-    def server(machine: validate_serving.Machine, run: validate_serving.Run, *_: object) -> Iterator[str]:
-        started.append(run.name)
-        # When all are in the queue.
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert machine.interrupted.wait(30)
-        raise RuntimeError("ended by the same signal")
-        yield ""
 
-    monkeypatch.setattr(validate_serving, "_server", server)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_interrupts_and_keeps_what_was_found(
+    tmp_path: Path,
+    fake: Path,
+    argv: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    import validate_serving
+
+    (fake / "slow").touch()
     monkeypatch.setattr(validate_serving, "prepare", lambda *_: tmp_path)
-    monkeypatch.setattr(validate_serving.Machine, "command", lambda *_: 0)
-    argv(tmp_path / "work", tmp_path / "out", "--one-card")
-    assert validate_serving.main() == 130
+    before = {known: signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # Twice, as by somebody who is in a hurry.
+    for seconds in (1.0, 1.2):
+        Timer(seconds, os.kill, (os.getpid(), number)).start()
+    argv(tmp_path / "work", tmp_path / "out")
+    try:
+        assert validate_serving.main() == 130
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(started) == 1 and not any(result["ok"] for result in results)
-    errors = {result["name"]: result["error"] for result in results}
-    assert "ended by the same signal" in errors.pop(started[0])
-    assert len(errors) > 10 and all("interrupted before its start" in error for error in errors.values())
+    assert len(results) == len(validate_serving.chosen(None, 1, False))
+
+
+@pytest.mark.parametrize("missing", ["int8-760.json", "vision-one.json", "one.png"])
+def test_golden_files_that_are_missing_are_told_before_anything_is_made(
+    tmp_path: Path, argv: Callable[..., None], capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    import serving_checkpoints
+    import validate_serving
+
+    (tmp_path / "goldens").mkdir()
+    for layout, wanted in serving_checkpoints.CHECKPOINTS.items():
+        for golden in wanted.goldens:
+            for word in serving_checkpoints.golden_words(layout, golden, tmp_path / "goldens"):
+                if not word.startswith("--"):
+                    Path(word).touch()
+    run = next(
+        run for run in validate_serving.RUNS if missing.startswith(run.layout) or run.layout == "vision"
+    )
+    words = (tmp_path / "work", tmp_path / "out", "--run", run.name, "--goldens", tmp_path / "goldens")
+    argv(*words)
+    assert not validate_serving._missing(tmp_path / "goldens", [run])
+    (tmp_path / "goldens" / missing).unlink()
+    with pytest.raises(SystemExit, match="2"):
+        validate_serving.main()
+    assert f"goldens lacks {missing}" in capsys.readouterr().err and not (tmp_path / "work").exists()
+
+
+def test_a_checkpoint_whose_making_was_interrupted_is_made_anew(tmp_path: Path) -> None:
+    import serving_checkpoints
+
+    said: list[str] = []
+
+    def command(log: str, name: str, place: Path, *_: object) -> int:
+        said.append(name)
+        if name == "synth":
+            (tmp_path / place).mkdir()
+        elif len(said) == 2:
+            raise KeyboardInterrupt
+        return 0
+
+    wanted = serving_checkpoints.CHECKPOINTS["int8"]
+    with pytest.raises(KeyboardInterrupt):
+        serving_checkpoints._make_official(command, tmp_path, wanted)
+    assert not (tmp_path / "official").exists()
+    for _ in range(2):
+        serving_checkpoints._make_official(command, tmp_path, wanted)
+    assert (tmp_path / "official").is_dir() and said == ["synth", "original"] * 2
 
 
 def test_prompts_are_as_long_as_they_say_and_hold_no_marker() -> None:
@@ -313,7 +433,7 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
     def command(log: str, *words: object) -> int:
         name, *rest = map(str, words)
         if name in ("synth", "convert"):
-            (tmp_path / rest[name == "convert"]).mkdir()
+            (tmp_path / rest[name == "convert"]).mkdir(parents=True)
         # The commands run in the directory of the checkpoints.
         monkeypatch.chdir(tmp_path)
         assert parse(name, *rest) is not None
@@ -323,7 +443,7 @@ def test_checkpoints_are_made_and_probed_by_commands_that_exist(
     changed: list[Path] = []
     monkeypatch.setattr(serving_checkpoints.subprocess, "run", lambda words, **_: changed.append(words[-1]))
     folder = serving_checkpoints.prepare(command, tmp_path, serving_checkpoints.CHECKPOINTS, None)
-    assert changed == [tmp_path / "foreseeable"]
+    assert changed == [tmp_path / "unfinished" / "foreseeable"] and (tmp_path / "foreseeable").is_dir()
     assert sum(log.startswith("synth-") for log in said) == 4
     assert sum(log.startswith("convert-") for log in said) == 6
     assert said["probe-vision-three"].count("--image") == 3
@@ -395,6 +515,9 @@ def test_no_other_checkpoint_is_changed(
     [
         ("0,1,2,3", ("-c",), ["0,1,2,3", None]),
         ("3", ("-c",), ["0", None]),
+        ("-1", ("-c",), ["-1", None]),
+        ("", ("-c",), ["", None]),
+        ("GPU-7", ("-c",), ["GPU-7", None]),
         ("0,1,2,3", ("-m", "dsv4convert.runtime.sight", "modules"), ["0,1,2,3", None]),
         ("0,1,2,3", ("-m", "dsv4convert.runtime.sight", "gpus"), ["0,1,2,3", 4]),
     ],
@@ -418,13 +541,17 @@ def test_ranks_on_one_card_are_hosts_of_their_own(
         assert (torch.cuda.get_device_properties(3), torch.cuda.mem_get_info(3)) == ("card 0", (1, 0))
 
 
-def test_ranks_on_one_card_still_run_the_code_of_sm80(tmp_path: Path) -> None:
-    """Both directories hold a `sitecustomize`, and Python imports one."""
+@pytest.mark.parametrize("order", [*permutations(("activate", "one_card", "link"), 2)], ids="-".join)
+def test_ranks_on_one_card_still_run_the_code_of_sm80(tmp_path: Path, order: tuple[str, ...]) -> None:
+    """All these directories hold a `sitecustomize`, and Python imports one."""
+    own, link = SCRIPTS / "one_card", tmp_path / "link"
+    link.mkdir()
+    (link / "sitecustomize.py").symlink_to(own / "sitecustomize.py")
     (tmp_path / "sitecustomize.py").write_text("print('next')")
-    ran = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.environ['NCCL_HOSTID'] == str(os.getpid()))"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS / "one_card"), str(tmp_path)])},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.stdout.split() == ["next", "True"], ran.stderr
+    places = {"activate": SITE, "one_card": own, "link": link}
+    path = [*(places[name] for name in order), tmp_path, SCRIPTS.parent]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    environment.pop("ENABLE_DSV4_SM80", None)
+    code = "import os; print(os.environ['NCCL_HOSTID'] == str(os.getpid()))"
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (ran.stdout.split(), ran.stderr) == (["next", "True"], "")

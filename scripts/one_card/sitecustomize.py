@@ -26,11 +26,16 @@ def _pretend(cards: int) -> None:
 
 
 def _hand_over() -> None:
-    """Run the `sitecustomize` that this one hides: that of `as_sm80`, or the system's own."""
-    here = os.path.dirname(os.path.realpath(__file__))
-    places = [os.path.realpath(entry) for entry in sys.path]
-    spec = PathFinder.find_spec("sitecustomize", sys.path[places.index(here) + 1 :])
+    """Run the `sitecustomize` that this one hides, such as that of `as_sm80`.
+
+    Places that had their turn are kept where `dsv4convert.runtime.activate` keeps them, too.
+    """
+    visited: set[str] = sys.__dict__.setdefault("dsv4convert_sitecustomize", set())
+    visited.add(os.path.realpath(os.path.dirname(__file__)))
+    others = [entry for entry in sys.path if os.path.realpath(entry) not in visited]
+    spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
+        visited.add(os.path.realpath(os.path.dirname(spec.origin or "")))
         module = module_from_spec(spec)
         # The import system takes what lies here when this file is done.
         sys.modules["sitecustomize"] = module
@@ -42,7 +47,7 @@ os.environ["NCCL_HOSTID"] = str(os.getpid())
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 if sys.orig_argv[-2:] == ["dsv4convert.runtime.sight", "gpus"]:
     _pretend(len(_visible))
-elif len(_visible) == 1:
+elif len(_visible) == 1 and _visible[0].isdecimal():
     # A rank: SGLang has left it the one number that is its own.
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 _hand_over()

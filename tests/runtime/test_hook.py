@@ -238,10 +238,10 @@ def test_the_next_sitecustomize_runs_too(run: Run, tmp_path: Path, switch: str) 
 
 @pytest.mark.parametrize("older", [False, True])
 def test_several_copies_on_the_path_take_turns(run: Run, tmp_path: Path, older: bool) -> None:
-    """A checkout beside an installed wheel, and a link to one of them: each runs, then what the user has."""
-    theirs, copy, link = tmp_path / "theirs", tmp_path / "copy", tmp_path / "link"
-    theirs.mkdir()
-    copy.mkdir()
+    """A checkout beside an installed wheel, and links to one of them: each runs, then what the user has."""
+    theirs, copy, link, files = (tmp_path / name for name in ("theirs", "copy", "link", "files"))
+    for directory in (theirs, copy, files):
+        directory.mkdir()
     (theirs / "sitecustomize.py").write_text("print('theirs')\nNAME = 'theirs'\n")
     text = (contract.SITE / "sitecustomize.py").read_text()
     # As it was when a copy knew of no other.
@@ -251,10 +251,12 @@ def test_several_copies_on_the_path_take_turns(run: Run, tmp_path: Path, older: 
         text = text.replace(shared, "set()")
     (copy / "sitecustomize.py").write_text(text)
     link.symlink_to(contract.SITE)
+    # As an installer lays it down that links every file to its cache.
+    (files / "sitecustomize.py").symlink_to(contract.SITE / "sitecustomize.py")
     code = "import sitecustomize; print(sitecustomize.NAME)"
-    done = run(code, copy, link, theirs, copy, ENABLE_DSV4_SM80="1")
+    done = run(code, files, copy, link, theirs, copy, ENABLE_DSV4_SM80="1")
     assert (done.stdout, done.stderr) == ("theirs\ntheirs\n", "")
-    assert _told(run(_LOOK, copy, link, ENABLE_DSV4_SM80="1"))["applied"] == ["S1"]
+    assert _told(run(_LOOK, files, copy, link, ENABLE_DSV4_SM80="1"))["applied"] == ["S1"]
 
 
 def test_a_python_without_the_package_goes_on(tmp_path: Path) -> None:

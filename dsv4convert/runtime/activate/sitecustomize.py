@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.realpath(__file__))
+# The directory on the path. The file in it may be a link, as some installers make them.
+_HERE = os.path.realpath(os.path.dirname(__file__))
 
 
 def _activate() -> None:
@@ -35,7 +36,7 @@ def _hand_over() -> None:
     if spec is not None and spec.loader is not None:
         import importlib.util
 
-        visited.add(os.path.dirname(os.path.realpath(spec.origin or "")))
+        visited.add(os.path.realpath(os.path.dirname(spec.origin or "")))
         module = importlib.util.module_from_spec(spec)
         # The import system takes what lies here when this file is done.
         sys.modules["sitecustomize"] = module
