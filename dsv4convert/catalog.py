@@ -202,6 +202,7 @@ CATALOG: Mapping[str, Kind] = {
     "golden.pictures": Kind("error", "The pictures are not those of the golden file.", "pass the files that `dsv4convert probe` was given, in that order"),
     "golden.other": Kind("error", "The golden file is about another checkpoint.", "run `dsv4convert probe` on this checkpoint"),
     # A running server.
+    "smoke.nothing": Kind("error", "No check could ask anything.", "choose others with `--only`, or give what the skipped ones need: their lines say what"),
     "smoke.unreachable": Kind("error", "No server answers at the address, or it stopped answering.", "check address and port, and the last lines of the server's log"),
     "smoke.not-ready": Kind("error", "A server answers, but says that it is not ready.", "wait for the line `ready after` of `dsv4convert serve`, or read the server's log"),
     "smoke.key": Kind("error", "The server asks for another key.", "pass `--api-key-file FILE` with the file that the server was started with"),

@@ -306,6 +306,21 @@ def test_a_name_that_no_check_has_is_refused(server: FakeChat, cli: Callable[...
     assert "  NOT checked  14 other checks of this suite: without `--only`" in ran.out
 
 
+@pytest.mark.parametrize("pattern", ["tokens.*", "dspark"])
+def test_a_run_that_asked_nothing_has_not_passed(
+    server: FakeChat, cli: Callable[..., Ran], key: Path, pattern: str
+) -> None:
+    """Without a golden file, and without a draft."""
+    arguments = ("smoke", server.url, "--api-key-file", key, "--only", pattern)
+    ran = cli(*arguments)
+    assert ran.exit_code == 1 and "[smoke.nothing]" in ran.err and "FAILED: " in ran.out
+    told = cli(*arguments, "--json").json()
+    assert (told["ok"], told["only"]) == (False, [pattern]) and told["left"] >= 15
+    require("smoke", told)
+    # One that asks is enough.
+    assert cli(*arguments, "--only", "models").exit_code == 0
+
+
 def test_server_without_a_key(cli: Callable[..., Ran]) -> None:
     with FakeChat(key="") as open_to_all:
         found = cli("smoke", open_to_all.url, "--json", "-q").json()

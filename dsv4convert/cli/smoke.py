@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import secrets
@@ -185,8 +184,10 @@ def smoke(
 
 def _require_names(known: Sequence[str], only: tuple[str, ...], suite: str) -> None:
     """A pattern that no check is called by would be a run that proves nothing."""
+    from dsv4convert.smoke.suite import is_chosen
+
     for pattern in only:
-        if not fnmatch.filter(known, pattern):
+        if not any(is_chosen(name, (pattern,)) for name in known):
             expected = f"expected some of the suite {suite}: {', '.join(known)}"
             raise click.BadParameter(f"{expected}; got {printable(pattern)!r}", param_hint="--only")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dsv4convert.errors import Finding, errors_of, finding
+from dsv4convert.files import printable
 from dsv4convert.smoke import access, scale, talk, tokens, vision
 from dsv4convert.smoke.checks import Check, Outcome, Result, Scene
 from dsv4convert.smoke.server import Server, Trouble
@@ -36,6 +37,7 @@ class Smoke:
         server: Who was asked.
         suite: ``quick``, ``full`` or ``vision``.
         outcomes: Every check that was chosen, in order.
+        only: Patterns of the names that were chosen; none for all.
         left: How many checks of the suite were not chosen.
         lost: Why no more was asked, if the server stopped answering.
     """
@@ -43,6 +45,7 @@ class Smoke:
     server: Server
     suite: str
     outcomes: tuple[Outcome, ...]
+    only: tuple[str, ...] = ()
     left: int = 0
     lost: Finding | None = None
 
@@ -54,8 +57,11 @@ class Smoke:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All findings, of all checks."""
+        """All findings, of all checks; one if no check could ask anything."""
         found = [f for outcome in self.outcomes for f in outcome.findings]
+        if all(outcome.state == "skipped" for outcome in self.outcomes):
+            problem, shown = "every check that was chosen was skipped", " ".join(self.only)
+            found.append(finding("smoke.nothing", "--only", problem, found=printable(shown, 200)))
         return (*found, self.lost) if self.lost else tuple(found)
 
     def ok(self, *, strict: bool = False) -> bool:
@@ -74,6 +80,8 @@ class Smoke:
             "ok": self.ok(strict=strict),
             "url": self.server.url,
             "suite": self.suite,
+            "only": list(self.only),
+            "left": self.left,
             "server": {
                 "model": self.server.model,
                 "context": self.server.context,
@@ -99,7 +107,8 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
     outcomes: list[Outcome] = []
     lost = None
     checks = list(_checks(scene))
-    chosen = [check for check in checks if _is_chosen(check.name, scene.terms.only)]
+    only = scene.terms.only
+    chosen = [check for check in checks if is_chosen(check.name, only)]
     for check in chosen:
         if lost:
             outcome = Outcome(check.name, check.asserts, "not run", "the server had stopped answering")
@@ -107,7 +116,7 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
             outcome, lost = _run(scene.server, check)
         outcomes.append(outcome)
         on_outcome(outcome)
-    return Smoke(scene.server, scene.terms.suite, tuple(outcomes), len(checks) - len(chosen), lost)
+    return Smoke(scene.server, scene.terms.suite, tuple(outcomes), only, len(checks) - len(chosen), lost)
 
 
 def names(scene: Scene) -> list[str]:
@@ -115,7 +124,8 @@ def names(scene: Scene) -> list[str]:
     return [check.name for check in _checks(scene)]
 
 
-def _is_chosen(name: str, only: tuple[str, ...]) -> bool:
+def is_chosen(name: str, only: tuple[str, ...]) -> bool:
+    """Tell whether a check of this name is asked; without patterns all are."""
     return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only)
 
 
