@@ -17,13 +17,15 @@ from typing import Any, Final, NoReturn
 
 from dsv4convert import __version__
 from dsv4convert.errors import Dsv4Error, EnvironmentFault, Refused, encodable, finding
-from dsv4convert.files import parse_json, printable
+from dsv4convert.files import parse_json, printable, read_whole
 from dsv4convert.journal import MANIFEST
 from dsv4convert.plan import source_digest
 from dsv4convert.survey import Survey
 
 SCHEMA: Final = "dsv4convert-golden-1"
 _LIBRARIES: Final = ("numpy", "torch", "tokenizers")
+#: An answered token takes some hundred bytes: room for more than 10^5 of them.
+_MOST_BYTES: Final = 256 << 20
 
 
 def describe(seen: Survey) -> dict[str, Any]:
@@ -124,14 +126,10 @@ def read_golden(path: Path) -> dict[str, Any]:
     """Read a golden file and check what readers rely on.
 
     Raises:
-        Refused: ``golden.not-json``; it is no golden file of a known version.
-        EnvironmentFault: it cannot be read.
+        Refused: ``golden.not-json``; it is no golden file of a known version, or far larger than any.
+        EnvironmentFault: it is no regular file or cannot be read.
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise EnvironmentFault(finding("file.unreadable", printable(path.name), problem)) from None
+    raw = read_whole(path, path.name, _MOST_BYTES, "golden.not-json")
     try:
         golden, _ = parse_json(raw, path.name, "golden.not-json")
     except Dsv4Error as fault:

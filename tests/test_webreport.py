@@ -338,7 +338,8 @@ def test_hostile_saved_check_becomes_no_markup(copy: Path, cli: Callable[..., Ra
     saved = cli("converted", copy, "--json").json()
     row = dict.fromkeys(("code", "where", "problem", "expected", "found", "hint"), HOSTILE)
     saved |= {"subject": HOSTILE, "title": HOSTILE, "checked": [HOSTILE], "not_checked": [f"`{HOSTILE}`"]}
-    (tmp_path / "check.json").write_text(json.dumps(saved | {"findings": [row | {"severity": "error"}]}))
+    saved |= {"ok": False, "errors": 1, "findings": [row | {"severity": "error"}]}
+    (tmp_path / "check.json").write_text(json.dumps(saved))
     html = make_page(copy, [tmp_path / "check.json"]).html
     page = Parsed(html)
     assert not any(tag in ("script", "img") for tag, _ in page.elements)
@@ -543,9 +544,15 @@ def test_check_that_does_not_say_of_which_files_it_is_can_be_read(
     [
         ("contents_at", "yesterday"),
         ("contents_at", 7),
+        ("contents_at", "2026-99-99T99:99:99Z"),
+        ("contents_at", "2026-2-29T01:02:03Z"),
+        ("contents_at", "2026-11-30 01:02:03"),
         ("identity_sha256", ["x"]),
         ("identity_sha256", None),
+        ("identity_sha256", "\x1b]0;owned\x07" + "0" * 64),
+        ("identity_sha256", "A" * 64),
         ("manifest_sha256", 1),
+        ("manifest_sha256", "\x1b[2J" + "0" * 59),
     ],
 )
 def test_saved_check_whose_files_or_time_are_none_is_refused(
@@ -556,6 +563,108 @@ def test_saved_check_whose_files_or_time_are_none_is_refused(
     checked.write_text(json.dumps(saved))
     ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
     assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1)
+    assert f"expected `facts.{key}`: " in ran.err and not set(ran.err) & {"\x1b", "\x07"}
+
+
+def test_saved_check_that_says_of_which_files_says_when(
+    copy: Path, checked: Path, cli: Callable[..., Ran]
+) -> None:
+    saved = read_json(checked)
+    del saved["facts"]["contents_at"]
+    page = ("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    checked.write_text(json.dumps(saved))
+    ran = cli(*page)
+    assert ran.exit_code == 3 and "`facts.contents_at`: a time" in ran.err and "found no such key" in ran.err
+    checked.write_text(json.dumps(saved | {"contents_percent": None}))  # Structure alone has no time.
+    assert cli(*page).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('"100"', '"100"'),
+        ("1" + "0" * 400, "1" + "0" * 59 + "…"),
+        ("true", "true"),
+        ("1e999", "Infinity"),
+        ("-1", "-1"),
+        ("0", "0"),
+        ("100.00000001", "100.00000001"),
+        ("[100]", "a list"),
+    ],
+)
+def test_saved_check_of_an_impossible_share_is_refused(
+    copy: Path, checked: Path, cli: Callable[..., Ran], text: str, found: str
+) -> None:
+    saved = checked.read_text()
+    assert '"contents_percent": 100' in saved
+    checked.write_text(re.sub(r'"contents_percent": [\d.]+', f'"contents_percent": {text}', saved))
+    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    expected = "`contents_percent`: a number above 0 and up to 100, or null"
+    assert (ran.exit_code, ran.out) == (3, "") and f"expected {expected}, found {found}   [" in ran.err
+
+
+@pytest.mark.parametrize("percent", [100, 12.5, 1, 1e-320])
+def test_saved_check_of_a_possible_share_is_taken_as_it_is(copy: Path, checked: Path, percent: float) -> None:
+    checked.write_text(json.dumps(read_json(checked) | {"contents_percent": percent}))
+    contents = make_page(copy, [checked]).checks[1].contents
+    assert type(contents) is float and contents == percent
+
+
+_ROW = dict.fromkeys(("code", "where", "problem", "expected", "found", "hint"), "x")
+_ERROR, _WARNING = _ROW | {"severity": "error"}, _ROW | {"severity": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "errors", "warnings", "ok"),
+    [
+        ([], 5, 0, False),
+        ([], 0, 0, False),
+        ([], 0, 1, True),
+        ([_ERROR], 0, 0, True),
+        ([_ERROR], 1, 0, True),
+        ([_WARNING], 1, 0, False),
+        ([], False, 0, True),
+        ([], 0, 0, 1),
+    ],
+)
+def test_saved_check_that_contradicts_itself_is_refused(
+    copy: Path,
+    checked: Path,
+    cli: Callable[..., Ran],
+    rows: list[dict[str, str]],
+    errors: int,
+    warnings: int,
+    ok: object,
+) -> None:
+    said = {"findings": rows, "errors": errors, "warnings": warnings, "ok": ok}
+    checked.write_text(json.dumps(read_json(checked) | said))
+    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    assert (ran.exit_code, ran.out, ran.err.count("[report.not-json]")) == (3, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "errors", "warnings", "ok"),
+    [
+        ([], 0, 0, True),
+        ([_ERROR, _WARNING], 1, 1, False),
+        ([_WARNING], 0, 1, True),
+        ([_WARNING], 0, 1, False),  # As `--strict` saves it.
+    ],
+)
+def test_saved_check_that_agrees_with_itself_is_taken(
+    copy: Path,
+    checked: Path,
+    cli: Callable[..., Ran],
+    rows: list[dict[str, str]],
+    errors: int,
+    warnings: int,
+    ok: bool,
+) -> None:
+    said = {"findings": rows, "errors": errors, "warnings": warnings, "ok": ok}
+    checked.write_text(json.dumps(read_json(checked) | said))
+    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    assert ran.exit_code == bool(errors)
+    assert ("FAILED: 1 error, 1 warning" if errors else "contents verified") in ran.out
 
 
 def test_all_saved_checks_that_failed_are_printed_under_their_names(
@@ -596,27 +705,82 @@ def test_all_saved_checks_that_failed_are_printed_under_their_names(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff", b"[]", b"null", b"{}", b'{"subject": 1}', b"[" * 100_000],
-    ids=["empty", "bytes", "list", "null", "object", "subject", "deep"],
+    ("content", "reason"),
+    [
+        (b"", "is not JSON: Expecting value at character 0 of 0"),
+        (b"\xff", "is not UTF-8 at byte 0"),
+        (b"[]", "expected a JSON object, found a list"),
+        (b"null", "expected a JSON object, found null"),
+        (b"{}", "expected `contents_percent`: a number above 0 and up to 100, or null, found no such key"),
+        (b'{"contents_percent": NaN}', "is not JSON: NaN is not JSON"),
+        (b'{"ok": true, "ok": false}', "expected every key once, found `ok` twice"),
+        (b"[" * 100_000, "JSON is nested too deeply"),
+    ],
+    ids=["empty", "bytes", "list", "null", "object", "nan", "twice", "deep"],
 )
 def test_file_that_is_no_saved_check_is_refused(
-    copy: Path, tmp_path: Path, cli: Callable[..., Ran], content: bytes
+    copy: Path, tmp_path: Path, cli: Callable[..., Ran], content: bytes, reason: str
 ) -> None:
     (tmp_path / "check.json").write_bytes(content)
     ran = cli("report", copy, "-o", tmp_path / "page.html", "--reference-report", tmp_path / "check.json")
-    assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1)
+    assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1) and reason in ran.err
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("key", ["checked", "findings", "contents_percent", "facts"])
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("checked", [1], "`checked`: a list of strings, found a list"),
+        ("checked", "abc", '`checked`: a list of strings, found "abc"'),
+        ("not_checked", {"a": "b"}, "`not_checked`: a list of strings, found an object"),
+        ("findings", {}, "`findings`: a list, found an object"),
+        ("findings", [1], "`findings[0]`: an object, found 1"),
+        ("findings", [_ROW | {"severity": "note"}], "`findings[0].severity`: `error` or `warning`, found"),
+        ("findings", [_ERROR | {"hint": None}], "`findings[0].hint`: a string, found null"),
+        ("facts", [1], "`facts`: an object, found a list"),
+        ("facts", [["a", "b"]], "`facts`: an object, found a list"),
+        ("subject", None, "`subject`: a string, found null"),
+    ],
+)
 def test_saved_check_with_another_shape_is_refused(
-    copy: Path, tmp_path: Path, cli: Callable[..., Ran], key: str
+    copy: Path, tmp_path: Path, cli: Callable[..., Ran], key: str, value: object, reason: str
 ) -> None:
     saved = cli("converted", copy, "--json").json()
-    (tmp_path / "check.json").write_text(json.dumps(saved | {key: [1] if key != "contents_percent" else "x"}))
+    (tmp_path / "check.json").write_text(json.dumps(saved | {key: value}))
     ran = cli("report", copy, "-o", tmp_path / "page.html", "--reference-report", tmp_path / "check.json")
     assert (ran.exit_code, ran.err.count("[report.not-json]")) == (3, 1)
+    assert f"is not a saved check: expected {reason}" in ran.err
+
+
+@pytest.mark.parametrize("option", ["--reference-report", "--golden"])
+def test_what_is_no_regular_file_gets_one_sentence(
+    made: Callable[[str], Path], cli: Callable[..., Ran], tmp_path: Path, option: str
+) -> None:
+    """Reading a pipe would wait for a writer that never comes."""
+    os.mkfifo(tmp_path / "pipe")
+    page = ("report", made("int8"), "-o", tmp_path / "page.html", option)
+    ran = cli(*page, tmp_path / "pipe")
+    assert (ran.exit_code, ran.out) == (4, "")
+    assert ran.err.startswith("error: `pipe`: is not a regular file   [file.not-regular]\n")
+    ran = cli(*page, tmp_path)
+    assert ran.exit_code == 2 and "is a directory" in ran.err
+    with (tmp_path / "large.json").open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    ran = cli(*page, tmp_path / "large.json")
+    assert ran.exit_code == 3 and "is too large: expected at most 268,435,456 bytes, found" in ran.err
+
+
+@pytest.mark.parametrize("code", ["report.not-json", "report.other"])
+def test_name_of_a_saved_check_drives_no_terminal(
+    copy: Path, checked: Path, cli: Callable[..., Ran], code: str
+) -> None:
+    saved = read_json(checked)
+    saved["facts"]["manifest_sha256"] = "x" if code == "report.not-json" else "0" * 64
+    named = checked.parent / "\x1b]0;owned\x07.json"
+    named.write_text(json.dumps(saved))
+    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", named)
+    assert (ran.exit_code, ran.err.count(f"[{code}]")) == (3, 1)
+    assert r"`\x1b]0;owned\x07.json`" in ran.err and not set(ran.err) & {"\x1b", "\x07"}
 
 
 def test_saved_check_of_another_checkpoint_is_refused(
