@@ -9,8 +9,9 @@ start in that order, without --run all of `RUNS` for the cards there are. Each r
 graphs, whole prompts and no switch, also get a suite of `smoke` and loads of 256 requests, 8 at once and then
 64 a second. Several servers share a card, but never while one of them measures its memory. With --one-card
 it is the ranks of a server that share one: 2, 4 or 8 of them, slowly, so that golden tokens are all that is
-asked. OUT gets the log of every step and `results.json`; the exit status is 1 if a run failed. Compiled
-kernels stay in WORK/cache, for the next time.
+asked. Cards are the first ones of the machine, whatever CUDA_VISIBLE_DEVICES says. OUT gets the log of every
+step and `results.json`; the exit status is 1 if a run failed. Compiled kernels stay in WORK/cache, for the
+next time.
 """
 
 from __future__ import annotations
