@@ -106,6 +106,10 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=None, help="where files are made; default: of tempfile")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"argument --rounds: expected at least 1, found {options.rounds}")
+    if options.dir and not options.dir.is_dir():
+        parser.error(f"argument --dir: {options.dir} is no directory")
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="dsv4-bench-") as place:
         met = hashing(Path(place), options.rounds)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="dsv4-bench-") as place:

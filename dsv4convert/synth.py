@@ -87,9 +87,12 @@ class Recipe:
         layers: Trunk layers; 0 for the default of the scale.
         experts: Routed experts; 0 for the default of the scale.
         vocab: Vocabulary; 0 for the default of the scale.
-        intermediate: Intermediate size of an expert; 0 for the default of the scale.
         ragged: Tiny only: sides that are no multiple of any block.
         seed: Values depend on the seed and the tensor name alone.
+        intermediate: Intermediate size of an expert, a multiple of 32; 0 for the default of the scale.
+
+    Raises:
+        ValueError: `intermediate` is no whole number of MXFP4 blocks.
     """
 
     release: str
@@ -97,9 +100,13 @@ class Recipe:
     layers: int = 0
     experts: int = 0
     vocab: int = 0
-    intermediate: int = 0
     ragged: bool = False
     seed: int = 0
+    intermediate: int = 0
+
+    def __post_init__(self) -> None:
+        if self.intermediate < 0 or self.intermediate % 32:
+            raise ValueError(f"intermediate: expected a multiple of 32, found {self.intermediate}")
 
 
 def synthesize(target: Path, recipe: Recipe, progress: Callable[[int], None] | None = None) -> int:

@@ -13,6 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from dsv4convert import api
+from dsv4convert.synth import Recipe
 from tests.conftest import Ran
 from tests.samples import INDEX, read_json
 
@@ -149,6 +150,9 @@ def test_experts_are_as_wide_as_asked_for(cli: Cli, tmp_path: Path) -> None:
     assert cli("synth", tmp_path / "wide", *sizes).exit_code == 0
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["moe_intermediate_size"] == 160
     assert cli("original", tmp_path / "wide", "--strict").exit_code == 0
+    for size in (-32, 33):
+        with pytest.raises(ValueError, match=f"expected a multiple of 32, found {size}"):
+            Recipe("deepseek-v4-flash-0731", "tiny", intermediate=size)
 
 
 def test_destination_through_a_directory_that_is_not_there_leaves_none(

@@ -68,8 +68,8 @@ def synth(
         raise click.BadParameter(
             f"expected a multiple of 32, got {intermediate}", param_hint="--intermediate"
         )
-    sizes = layers or 0, experts or 0, vocab or 0, intermediate or 0
-    recipe = Recipe(release, scale, *sizes, ragged, seed)
+    sizes = layers or 0, experts or 0, vocab or 0
+    recipe = Recipe(release, scale, *sizes, ragged, seed, intermediate or 0)
     with progress("writing", data_bytes(recipe), quiet=shell.quiet) as bar:
         size = synthesize(directory, recipe, bar)
     used = disk_usage(directory)
