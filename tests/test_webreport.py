@@ -946,3 +946,27 @@ def test_check_is_saved_beside_its_text(copy: Path, cli: Callable[..., Ran], tmp
     _damage(copy)
     ran = cli("converted", copy, "--read-data", "--save", tmp_path / "check.json")
     assert ran.exit_code == 1 and not read_json(tmp_path / "check.json")["ok"]
+
+
+@pytest.mark.parametrize(
+    ("percent", "shown", "other"),
+    [
+        ("99.99999999", "99.9999 %", "less than 0.0001 %"),
+        ("99.9", "99.9 %", "0.1 %"),
+        ("5", "5 %", "95 %"),
+        ("12.34567", "12.3456 %", "87.6543 %"),
+        ("0.00001", "less than 0.0001 %", "99.9999 %"),
+    ],
+)
+def test_only_the_whole_is_called_100_percent(
+    copy: Path, cli: Callable[..., Ran], tmp_path: Path, percent: str, shown: str, other: str
+) -> None:
+    saved, page = tmp_path / "check.json", tmp_path / "page.html"
+    ran = cli("converted", copy, "--read-data", percent, "--save", saved, "-q")
+    assert ran.exit_code == 0 and ran.out.endswith(f"\nstructure OK, {shown} of the contents verified\n")
+    assert f"contents: {shown} of the weights, at least one of every kind," in ran.out
+    assert f"contents: the other {other} of the tensors\n" in ran.out
+    assert read_json(saved)["contents_percent"] == float(percent)
+    ran = cli("report", copy, "-o", page, "--reference-report", saved)
+    assert f"; structure OK, {shown} of the contents verified (check of model" in ran.out
+    assert shown in Parsed(page.read_text()).text and "100 % of the contents" not in page.read_text()

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from dsv4convert.checkpoint import Checkpoint, open_checkpoint
@@ -19,7 +20,7 @@ from dsv4convert.names import Layout
 from dsv4convert.plan import plan
 from dsv4convert.survey import Survey, detect_layout, survey
 from dsv4convert.validate.provenance import MANIFEST_NEVER_CHECKED, MANIFEST_NOT_CHECKED, read_manifest
-from dsv4convert.validate.report import Report
+from dsv4convert.validate.report import Report, shown_percent
 from dsv4convert.validate.structure import check_converted, check_original
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _with_values(
 
     found = check_values(seen, percent, options.jobs, progress)
     done = f"values: codes, scales, holes and numbers of {_share(percent).rstrip(',')}, {found.read:,} bytes"
-    rest = () if percent >= 100 else (f"values: the other {100 - percent:g} % of the weights",)
+    rest = () if percent >= 100 else (f"values: the other {_other(percent)} of the weights",)
     return replace(
         report,
         findings=_merged(tuple(found.findings), report),
@@ -219,7 +220,7 @@ def _with_reference(
         compared = percent
         findings = check_reference(planned, source, checkpoint, percent, jobs, progress)
         done.append(f"contents: {_share(percent)} recomputed from the reference")
-        rest = [] if percent >= 100 else [f"contents: the other {100 - percent:g} % of the weights"]
+        rest = [] if percent >= 100 else [f"contents: the other {_other(percent)} of the weights"]
         left = [*rest, *(line for line in left if line == MANIFEST_NEVER_CHECKED)]
     merged = _merged(findings, report)
     return replace(report, findings=merged, checked=tuple(done), not_checked=tuple(left), contents=compared)
@@ -239,14 +240,23 @@ def _with_hashes(
         return replace(report, not_checked=(nothing,))
     findings = check_hashes(checkpoint, manifest, percent, jobs, progress)
     done = (*report.checked, f"contents: {_share(percent)} against the hashes of the manifest")
-    rest = () if percent >= 100 else (f"contents: the other {100 - percent:g} % of the tensors",)
+    rest = () if percent >= 100 else (f"contents: the other {_other(percent)} of the tensors",)
     left = (*rest, "whether the conversion was right: pass `--reference`", MANIFEST_NOT_CHECKED)
     merged = _merged(findings, report)
     return replace(report, findings=merged, checked=done, not_checked=left, contents=percent)
 
 
 def _share(percent: float) -> str:
-    return "all tensors" if percent >= 100 else f"{percent:g} % of the weights, at least one of every kind,"
+    return (
+        "all tensors"
+        if percent >= 100
+        else f"{shown_percent(percent)} of the weights, at least one of every kind,"
+    )
+
+
+def _other(percent: float) -> str:
+    # In decimal: `100 - 99.9` as floats is less than 0.1, and would be rounded down.
+    return shown_percent(float(100 - Decimal(repr(percent))))
 
 
 def _merged(findings: tuple[Finding, ...], report: Report) -> tuple[Finding, ...]:

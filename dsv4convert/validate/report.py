@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import ROUND_DOWN, Decimal
 from typing import Any
 
 from dsv4convert.errors import Finding, errors_of
@@ -55,12 +56,8 @@ class Report:
             return f"FAILED: {_counted(errors, 'error')}, {warnings}"
         depth = "structure OK, contents not verified"
         if self.contents is not None:
-            whole = self.contents >= 100
-            depth = (
-                "contents verified"
-                if whole
-                else f"structure OK, {self.contents:g} % of the contents verified"
-            )
+            share = f"structure OK, {shown_percent(self.contents)} of the contents verified"
+            depth = "contents verified" if self.contents >= 100 else share
         return depth if len(self.findings) == errors else f"{depth}, {warnings}"
 
     def as_dict(self, *, strict: bool = False) -> dict[str, Any]:
@@ -80,6 +77,12 @@ class Report:
             "fetch_command": self.fetch_command,
             "findings": [f.as_dict() for f in self.findings],
         }
+
+
+def shown_percent(percent: float) -> str:
+    """Return a share with at most four decimals, rounded down: only the whole is ``100 %``."""
+    shown = Decimal(repr(float(percent))).quantize(Decimal("0.0001"), ROUND_DOWN)
+    return f"{float(shown):.7g} %" if shown or not percent else "less than 0.0001 %"
 
 
 def _counted(count: int, noun: str) -> str:
