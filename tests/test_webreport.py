@@ -197,30 +197,66 @@ def test_model_without_a_budget_has_weights_and_a_reason(made: Callable[[str], P
 
 
 def splits(root: Path) -> dict[str, list[str]]:
-    """Return the cells of the table of splits: its first column -> the others, after the weights."""
+    """Return the cells of the table of splits: its first column -> the others."""
     table = make_page(root).html.split('<h2 id="memory">')[1].split("</table>")[0]
     rows = re.findall(r"<tr><th scope=\"row\">(TP \d+)</th>(.*?)</tr>", table, re.DOTALL)
     return {
         name: [
             Parsed(f"<td>{cell}</td>").text for cell in re.findall(r"<td[^>]*>(.*?)</td>", cells, re.DOTALL)
-        ][1:]
+        ]
         for name, cells in rows
     }
 
 
 def test_impossible_split_is_not_said_to_leave_room(made: Callable[[str], Path]) -> None:
     cut, whole = splits(made("int8")), splits(made("served"))
+    # A weight of a card that no split leads to would be a number about nothing.
     assert cut["TP 4"] == [
-        *("impossible", "impossible"),
+        *("none", "impossible", "impossible"),
         # 256 columns are two groups of 128, and two groups of heads.
         "routed experts w2 cannot be split over 4 GPUs in groups of 128 along K; "
         "output groups of wo_a cannot be split over 4 GPUs in whole groups",
     ]
-    assert cut["TP 8"][:2] == ["impossible", "impossible"]
-    assert "attention heads cannot be split over 8 GPUs in whole heads" in cut["TP 8"][2]
-    assert (
-        whole["TP 4"] == whole["TP 8"] == [*("leaves room", "leaves room"), "on borders of blocks and groups"]
-    )
+    assert cut["TP 8"][:3] == ["none", "impossible", "impossible"]
+    assert "attention heads cannot be split over 8 GPUs in whole heads" in cut["TP 8"][3]
+    for size in ("TP 4", "TP 8"):
+        weights, *others = whole[size]
+        assert re.fullmatch(r"\d+\.\d\d MiB", weights)
+        assert others == [*("leaves room", "leaves room"), "on borders of blocks and groups"]
+
+
+def test_plan_has_no_weight_for_a_split_that_is_impossible(
+    made: Callable[[str], Path], sample: Callable[[str], Path], cli: Callable[..., Ran]
+) -> None:
+    made("served")
+    cut, whole = (cli("plan", source) for source in (sample("short"), made("served").parent / "source"))
+    assert cut.exit_code == whole.exit_code == 0
+    assert re.findall(r"^  TP[48] .*", cut.out, re.M) == [
+        f"  TP{size}        cannot be split: `--tp {size}` says why" for size in (4, 8)
+    ]
+    weights = re.findall(r"^  TP([48]) {8}\d+\.\d\d GiB of weights per GPU$", whole.out, re.M)
+    assert weights == ["4", "8"] and "cannot be split" not in whole.out
+
+
+@pytest.mark.parametrize("option", ["--reference-report", "--golden"])
+def test_page_does_not_replace_what_it_is_made_from(
+    copy: Path, checked: Path, cli: Callable[..., Ran], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy.parent)
+    before = checked.read_bytes()
+    Path("link.json").symlink_to(checked)
+    for output, file in (("check.json", checked), (checked, "link.json"), ("model/../check.json", checked)):
+        ran = cli("report", copy, "-o", output, option, file)
+        assert (ran.exit_code, ran.out) == (2, "") and "is what the page is to show" in ran.err
+    assert checked.read_bytes() == before
+    told = cli("report", copy, "-o", "check.json", option, checked, "--json")
+    assert told.json()["findings"][0]["code"] == "cli.usage"
+    # The golden file that is found here by its name is one, too.
+    shutil.copy(checked, "model-golden.json")
+    assert cli("report", copy, "-o", "model-golden.json").exit_code == 2
+    assert Path("model-golden.json").read_bytes() == before
+    Path("model-golden.json").unlink()
+    assert cli("report", copy, "-o", "page.html", "--reference-report", checked).exit_code == 0
 
 
 @pytest.mark.parametrize("layout", ["mxfp4", "int8"])

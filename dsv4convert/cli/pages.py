@@ -192,8 +192,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         speed = budget.write_speed / 1e9
         yield f"  time       {duration(budget.seconds)} at {speed:.2f} GB/s, measured at the destination"
     for n, size in budget.per_gpu.items():
-        note = f"  cannot be split: `--tp {n}` says why" if n in budget.unsplittable else ""
-        yield f"  TP{n:<8} {gib(size)} of weights per GPU{note}"
+        held = f"{gib(size)} of weights per GPU"
+        yield f"  TP{n:<8} {f'cannot be split: `--tp {n}` says why' if n in budget.unsplittable else held}"
     for size_memory in budget.memory:
         yield from memory.lines(size_memory, budget.draft)
     yield f"  serving    {budget.served}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ def report(
         shell.say(f"showing {beside}")
         golden = beside
     target = output_file(output or Path(f"{dst.resolve().name}-report.html"), "--output", dst)
+    _spare_inputs(output or Path(target.name), (*saved, *filter(None, [golden])))
     page = make_page(dst, saved, golden)
     data = page.html.encode()
     write_bytes(target, target.parent, data)
@@ -73,6 +75,14 @@ def report(
         shell.data(f"{printable(output or target.name)}: {len(data):,} bytes; {page.overall.verdict}")
     if errors:
         raise SystemExit(Exit.FINDINGS)
+
+
+def _spare_inputs(output: Path, inputs: Iterable[Path]) -> None:
+    """Refuse to put the page over a file that it is made from."""
+    for file in inputs:
+        if file.resolve() == output.resolve():
+            shown = printable(os.fspath(output))
+            raise click.UsageError(f"--output: `{shown}` is what the page is to show: name another place")
 
 
 def _heading(check: Check) -> str:
