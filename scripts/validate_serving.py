@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,8 +139,8 @@ def ask(machine: Machine, log: str, part: str, *words: object, seconds: float = 
         status, out, err = ran.returncode, ran.stdout, ran.stderr
     except subprocess.TimeoutExpired as late:
         status, out, err = 124, _text(late.stdout), _text(late.stderr)
-    shown = " ".join(["$ dsv4convert", *(f"{word}" for word in words)])
-    (machine.out / f"{log}.log").write_text(f"{shown}\n{out}{err}exit status {status}\n", encoding="utf-8")
+    text = f"$ dsv4convert {shlex.join(map(str, words))}\n{out}{err}exit status {status}\n"
+    (machine.out / f"{log}.log").write_text(text, encoding="utf-8")
     return status, out
 
 
@@ -176,7 +177,7 @@ def _is_right(result: dict[str, Any]) -> bool:
     """Judge what every part of a run came to; a part that was not asked has no say."""
     goldens = result["goldens"].values()
     return (
-        all(not golden["status"] and golden["complete"] and not golden["wrong"] for golden in goldens)
+        all(not golden["status"] and golden.get("complete") and not golden["wrong"] for golden in goldens)
         and not result.get("smoke")
         and not result.get("load", {}).get("status")
         and result["end"] == 128 + signal.SIGTERM

@@ -321,6 +321,18 @@ def test_servers_are_started_judged_and_ended(tmp_path: Path, one_card: bool) ->
     assert len(machine.serving) == 2 and {result["end"] for result in results} == {143}
 
 
+@pytest.mark.parametrize("facts", [{}, {"complete": False, "wrong": 0}, {"complete": True, "wrong": 1}])
+def test_golden_tokens_that_were_not_all_compared_are_not_right(facts: dict[str, object]) -> None:
+    import validate_serving
+
+    def right(golden: dict[str, object]) -> bool:
+        return validate_serving._is_right(
+            {"goldens": {"chat": golden | {"status": 0}}, "end": 143, "left": 0}
+        )
+
+    assert not right(facts) and right({"complete": True, "wrong": 0})
+
+
 @pytest.mark.parametrize("one_card", [False, True])
 def test_after_an_interrupt_no_server_starts_and_those_that_run_end(
     tmp_path: Path, fake: Path, one_card: bool
