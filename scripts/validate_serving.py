@@ -43,6 +43,8 @@ CONTEXT, REQUESTS = 40960, 8
 SHARING, FRACTION = 6, 0.1
 #: The same share for each of up to eight ranks on one card.
 FRACTION_OF_RANK = 0.08
+#: Of the first server; below those that systems hand out by themselves, which begin at 32768.
+PORT, NCCL_PORT = 31000, 21000
 #: Seconds between two starts on one card: a server measures the free memory of a card twice, 7 s apart, and
 #: would take for its own weights what another one fills in between.
 STAGGER = 12
@@ -203,8 +205,7 @@ def _server(machine: Machine, run: Run, number: int, cards: range, result: dict[
     numbers = range(run.tp) if machine.one_card else cards
     environment = machine.environment("server") | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
     environment |= dict(variable.split("=", 1) for variable in run.variables)
-    # Below the ports that systems hand out by themselves, which begin at 32768.
-    port, tag = 31000 + 20 * number, f"--nccl-port {21000 + 20 * number}"
+    port, tag = PORT + 20 * number, f"--nccl-port {NCCL_PORT + 20 * number}"
     log = machine.out / f"{run.name}-server.log"
     command = [*CLI, *_words(machine, run, port, log), *tag.split()]
     with ExitStack() as held, (machine.out / f"{run.name}-serve.log").open("w") as errors:

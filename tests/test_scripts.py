@@ -297,6 +297,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(validate_serving, "CLI", (sys.executable, str(tmp_path / "fake" / "cli.py")))
     monkeypatch.setattr(validate_serving, "STAGGER", 0.4)
+    # Its processes are told from others by this number, from those of another test beside this one, too.
+    monkeypatch.setattr(validate_serving, "NCCL_PORT", 1000 * os.getpid())
     return tmp_path / "fake"
 
 
