@@ -58,16 +58,6 @@ class Checkpoint:
     findings: tuple[Finding, ...]
     revision: str | None
 
-    @property
-    def identity(self) -> list[list[str | int]]:
-        """Name, size, modification time in ns and inode number of every shard.
-
-        That is for a conversion that goes on with its source; whether contents are still those that were
-        compared once, ``facts.identity_sha256`` of a report tells.
-        """
-        shards = sorted(self.shards.values(), key=lambda s: s.name)
-        return [[s.name, s.size, s.mtime_ns, s.inode] for s in shards]
-
     def reader(self) -> ShardReader:
         """Return a reader of the shards' bytes, to be used as a context manager."""
         return ShardReader(self.shards)

@@ -322,4 +322,6 @@ def _digest(
 
 def _resume_key(digest: str, checkpoint: Checkpoint) -> str:
     """Return the digest joined with what tells an edited source file from the one planned for."""
-    return hashlib.sha256(json.dumps([digest, checkpoint.identity]).encode()).hexdigest()
+    files = sorted(checkpoint.shards.values(), key=lambda s: s.name)
+    identity = [[s.name, s.size, s.mtime_ns, s.inode] for s in files]
+    return hashlib.sha256(json.dumps([digest, identity]).encode()).hexdigest()

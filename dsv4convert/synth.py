@@ -106,7 +106,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.intermediate < 0 or self.intermediate % 32:
-            raise ValueError(f"intermediate: expected a multiple of 32, found {self.intermediate}")
+            raise ValueError(f"intermediate size: expected a multiple of 32, found {self.intermediate}")
 
 
 def synthesize(target: Path, recipe: Recipe, progress: Callable[[int], None] | None = None) -> int:

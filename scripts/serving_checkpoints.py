@@ -9,9 +9,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,38 +114,37 @@ def prepare(command: Command, work: Path, layouts: Iterable[str], goldens: Path 
 
 
 def _make_official(command: Command, work: Path, wanted: Checkpoint) -> None:
-    with _making(work, wanted.source) as place:
-        if place is None:
-            return
+    def make(place: Path) -> None:
         command(f"synth-{wanted.source}", "synth", place, "--scale", "served", *wanted.synth)
         if wanted.is_foreseeable:
             change = [sys.executable, HERE / "foreseeable.py", work / place]
             subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
         command(f"original-{wanted.source}", "original", place)
 
+    _make_once(work, wanted.source, make)
+
 
 def _convert(command: Command, work: Path, layout: str) -> None:
     wanted = CHECKPOINTS[layout]
-    with _making(work, layout) as place:
-        if place is None:
-            return
+
+    def make(place: Path) -> None:
         command(f"convert-{layout}", "convert", wanted.source, place, "--experts", wanted.experts)
         command(f"converted-{layout}", "converted", place, "--reference", wanted.source, "--read-data")
 
+    _make_once(work, layout, make)
 
-@contextmanager
-def _making(work: Path, name: str) -> Iterator[Path | None]:
-    """Yield where to make a checkpoint, relative to `work`; None if it is there.
 
-    It gets its place when it is made and checked. What an interrupt left is made anew.
+def _make_once(work: Path, name: str, make: Callable[[Path], None]) -> None:
+    """Make and check a checkpoint that is not there, at a place relative to `work`, before it gets its own.
+
+    What an interrupt left is made anew.
     """
-    place = Path("unfinished") / name
     if (work / name).exists():
-        yield None
         return
+    place = Path("unfinished") / name
     shutil.rmtree(work / place, ignore_errors=True)
     (work / place.parent).mkdir(exist_ok=True)
-    yield place
+    make(place)
     (work / place).rename(work / name)
 
 

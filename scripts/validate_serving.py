@@ -320,16 +320,17 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.gpus < 1:
         parser.error(f"argument --gpus: expected at least 1, found {arguments.gpus}")
-    large = [run for run in RUNS if run.name in (arguments.run or ()) and run.tp > arguments.gpus]
+    arguments.runs = chosen(arguments.run, arguments.gpus, arguments.one_card)
+    large = [run for run in arguments.runs if run.tp > arguments.gpus]
     if large and not arguments.one_card:
         name, tp = large[0].name, large[0].tp
         expected = f"{name} needs {tp} cards, found {arguments.gpus}"
         parser.error(f"argument --gpus: {expected}; pass --gpus {tp}, or --one-card")
-    alone = [run.name for run in RUNS if run.name in (arguments.run or ()) and run.tp == 1]
-    if arguments.one_card and alone:
-        parser.error(f"argument --one-card: {alone[0]} has one rank: run it without")
+    alone = [run for run in arguments.runs if run.tp == 1]
+    if alone and arguments.one_card:
+        parser.error(f"argument --one-card: {alone[0].name} has one rank: run it without")
     if arguments.goldens:
-        missing = _missing(arguments.goldens, chosen(arguments.run, arguments.gpus, arguments.one_card))
+        missing = _missing(arguments.goldens, arguments.runs)
         if missing:
             found = "is no directory" if not arguments.goldens.is_dir() else f"lacks {missing}"
             parser.error(f"argument --goldens: {arguments.goldens} {found}")
@@ -360,8 +361,7 @@ def main() -> int:
             raise SystemExit(f"error: {folder}: {expected}") from None
     if not (machine.work / "key").exists():
         machine.command("keygen", "keygen", "key")
-    runs = chosen(arguments.run, machine.gpus, machine.one_card)
-    layouts = [run.layout for run in runs]
+    layouts = [run.layout for run in arguments.runs]
     earlier = arguments.goldens and arguments.goldens.resolve()
     try:
         machine.goldens = prepare(machine.command, machine.work, layouts, earlier)
@@ -370,7 +370,7 @@ def main() -> int:
         return 128 + signal.SIGINT
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, machine.interrupt)
-    results = _validate_all(machine, runs)
+    results = _validate_all(machine, arguments.runs)
     print(f"{sum(r['ok'] for r in results)} of {len(results)} runs passed")
     if machine.interrupted.is_set():
         return 128 + signal.SIGINT

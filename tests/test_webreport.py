@@ -437,6 +437,17 @@ def checked(copy: Path, cli: Callable[..., Ran], tmp_path: Path) -> Path:
     return tmp_path / "check.json"
 
 
+@pytest.fixture
+def report_when(copy: Path, checked: Path, cli: Callable[..., Ran]) -> Callable[..., Ran]:
+    """Return ``report_when(**said)``, which shows a saved check that says something else there."""
+
+    def run(**said: object) -> Ran:
+        checked.write_text(json.dumps(read_json(checked) | said))
+        return cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+
+    return run
+
+
 def _damage(root: Path) -> None:
     shard = sorted(root.glob("*.safetensors"))[-1]
     with shard.open("r+b") as file:
@@ -664,17 +675,9 @@ _ERROR, _WARNING = _ROW | {"severity": "error"}, _ROW | {"severity": "warning"}
     ],
 )
 def test_saved_check_that_contradicts_itself_is_refused(
-    copy: Path,
-    checked: Path,
-    cli: Callable[..., Ran],
-    rows: list[dict[str, str]],
-    errors: int,
-    warnings: int,
-    ok: object,
+    report_when: Callable[..., Ran], rows: list[dict[str, str]], errors: int, warnings: int, ok: object
 ) -> None:
-    said = {"findings": rows, "errors": errors, "warnings": warnings, "ok": ok}
-    checked.write_text(json.dumps(read_json(checked) | said))
-    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    ran = report_when(findings=rows, errors=errors, warnings=warnings, ok=ok)
     assert (ran.exit_code, ran.out, ran.err.count("[report.not-json]")) == (3, "", 1)
 
 
@@ -688,17 +691,9 @@ def test_saved_check_that_contradicts_itself_is_refused(
     ],
 )
 def test_saved_check_that_agrees_with_itself_is_taken(
-    copy: Path,
-    checked: Path,
-    cli: Callable[..., Ran],
-    rows: list[dict[str, str]],
-    errors: int,
-    warnings: int,
-    ok: bool,
+    report_when: Callable[..., Ran], rows: list[dict[str, str]], errors: int, warnings: int, ok: bool
 ) -> None:
-    said = {"findings": rows, "errors": errors, "warnings": warnings, "ok": ok}
-    checked.write_text(json.dumps(read_json(checked) | said))
-    ran = cli("report", copy, "-o", copy.parent / "page.html", "--reference-report", checked)
+    ran = report_when(findings=rows, errors=errors, warnings=warnings, ok=ok)
     assert ran.exit_code == bool(errors)
     assert ("FAILED: 1 error, 1 warning" if errors else "contents verified") in ran.out
 

@@ -64,12 +64,11 @@ def synth(
         raise click.UsageError("--ragged goes with --scale tiny")
     if scale == "full" and (layers or experts or vocab or intermediate):
         raise click.UsageError("--layers, --experts, --vocab and --intermediate do not go with --scale full")
-    if intermediate and intermediate % 32:
-        raise click.BadParameter(
-            f"expected a multiple of 32, got {intermediate}", param_hint="--intermediate"
-        )
     sizes = layers or 0, experts or 0, vocab or 0
-    recipe = Recipe(release, scale, *sizes, ragged, seed, intermediate or 0)
+    try:
+        recipe = Recipe(release, scale, *sizes, ragged, seed, intermediate or 0)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--intermediate") from None
     with progress("writing", data_bytes(recipe), quiet=shell.quiet) as bar:
         size = synthesize(directory, recipe, bar)
     used = disk_usage(directory)

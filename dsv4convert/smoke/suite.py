@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,12 +103,15 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
     Args:
         scene: Who is asked, and what.
         on_outcome: Called after every check.
+
+    Raises:
+        NoSuchCheckError: no check of the suite has the name that was chosen.
     """
     outcomes: list[Outcome] = []
     lost = None
     checks = list(_checks(scene))
     only = scene.terms.only
-    chosen = [check for check in checks if is_chosen(check.name, only)]
+    chosen = _chosen(checks, only, scene.terms.suite) if only else checks
     for check in chosen:
         if lost:
             outcome = Outcome(check.name, check.asserts, "not run", "the server had stopped answering")
@@ -119,14 +122,20 @@ def run_suite(scene: Scene, on_outcome: Callable[[Outcome], None] = lambda outco
     return Smoke(scene.server, scene.terms.suite, tuple(outcomes), only, len(checks) - len(chosen), lost)
 
 
-def names(scene: Scene) -> list[str]:
-    """Return the names of all checks of the suite, in order."""
-    return [check.name for check in _checks(scene)]
+class NoSuchCheckError(ValueError):
+    """A pattern that no check is called by: a run that would prove nothing."""
 
 
-def is_chosen(name: str, only: tuple[str, ...]) -> bool:
-    """Tell whether a check of this name is asked; without patterns all are."""
-    return not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only)
+def _chosen(checks: Sequence[Check], only: Sequence[str], suite: str) -> list[Check]:
+    """Return the checks that a pattern names, in order; every pattern must name one."""
+    chosen: set[str] = set()
+    for pattern in only:
+        named = {check.name for check in checks if fnmatch.fnmatchcase(check.name, pattern)}
+        if not named:
+            expected = f"expected some of the suite {suite}: {', '.join(check.name for check in checks)}"
+            raise NoSuchCheckError(f"{expected}; got {printable(pattern)!r}")
+        chosen |= named
+    return [check for check in checks if check.name in chosen]
 
 
 def _checks(scene: Scene) -> Iterator[Check]:

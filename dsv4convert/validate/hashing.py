@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from dsv4convert.errors import Dsv4Error, EnvironmentFault, Finding, finding
-from dsv4convert.files import open_regular, printable
+from dsv4convert.files import identity, open_regular, printable
 from dsv4convert.validate.hashlists import GIT_BLOB, SHA256
 
 Progress = Callable[[int], None]
@@ -73,7 +73,7 @@ class Memory:
         """Return the hashes of a file that has not changed since, if all that are wanted are known."""
         row = self._rows.get(target.name)
         try:
-            known = row is not None and row.get("stat") == _identity(os.stat(target.path))
+            known = row is not None and row.get("stat") == identity(os.stat(target.path))
         except OSError:
             return None
         digests = row.get("digests") if row and known else None
@@ -87,7 +87,7 @@ class Memory:
         """Remember the hashes of a file; a memory that cannot be written is given up silently."""
         if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
             return
-        row = {"name": name, "stat": _identity(status), "digests": dict(digests)}
+        row = {"name": name, "stat": identity(status), "digests": dict(digests)}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a", encoding="ascii") as file:
@@ -98,11 +98,6 @@ def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says that a relative path is to be ignored.
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "dsv4convert" / "hashes"
-
-
-def _identity(status: os.stat_result) -> list[int]:
-    # The time of the last status change shows a write whose modification time was set back.
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino]
 
 
 class _Stopped(Exception):
@@ -145,7 +140,7 @@ class _Run:
         try:
             states = {a: _begin(a, before.st_size) for a in sorted(target.algorithms)}
             self._feed(fd, target.name, buffer, list(states.values()))
-            if _identity(os.fstat(fd)) != _identity(before):
+            if identity(os.fstat(fd)) != identity(before):
                 problem = "changed while it was read"
                 raise EnvironmentFault(finding("content.changed", printable(target.name), problem))
         finally:

@@ -17,7 +17,7 @@ from typing import Any
 from dsv4convert.catalog import CATALOG
 from dsv4convert.checkpoint import Checkpoint
 from dsv4convert.errors import EnvironmentFault, Finding, encodable, errors_of, finding
-from dsv4convert.files import printable
+from dsv4convert.files import identity, printable
 from dsv4convert.formats.spec import PACKING, ROUNDING
 from dsv4convert.handoff import (
     SECTION,
@@ -125,12 +125,7 @@ def check_converted(checkpoint: Checkpoint, tp: int | None = None, seen: Survey 
 
 
 def _identity_digest(checkpoint: Checkpoint) -> str:
-    """Return what changes with every write to a shard and differs in every copy.
-
-    `Checkpoint.identity` lacks two things that matter here: a shard may have been overwritten in place and
-    its time set back (`cp -p`), which only the time of the last status change shows, or it may lie on another
-    file system, whose inode numbers are the same.
-    """
+    """Return what changes with every write to a shard and differs in every copy."""
     rows = []
     for shard in sorted(checkpoint.shards.values(), key=lambda s: s.name):
         try:
@@ -138,7 +133,7 @@ def _identity_digest(checkpoint: Checkpoint) -> str:
         except OSError as error:
             problem = f"cannot be read any more: {error.strerror}"
             raise EnvironmentFault(finding("file.unreadable", printable(shard.name), problem)) from None
-        rows.append([shard.name, now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_dev, now.st_ino])
+        rows.append([shard.name, *identity(now)])
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
